@@ -316,8 +316,8 @@ def logits_share(seconds: Sequence[float], plain: Sequence[Round], options: argp
 
 
 def bytes_per_token(options: argparse.Namespace) -> float:
+    from eagle3.states.spool import spool_bytes
     from eagle3.states.store.shard import Encoding
-    from eagle3.targets.sglang.client import spool_bytes
 
     encoding = Encoding("none", options.spool_dtype, options.hidden)
     return spool_bytes(encoding, options.tokens) / options.tokens

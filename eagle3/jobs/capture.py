@@ -5,7 +5,7 @@ import datetime
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,14 @@ from eagle3.durable import writing
 from eagle3.jobs.job import Job, start_target
 from eagle3.jobs.provenance import capture_record, provenance, store_encoding, store_provenance
 from eagle3.jobs.supply import capture_target
+from eagle3.jobs.target_probe import own_probe
 from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import Demand
-from eagle3.parallel.topology import Topology, agreed
+from eagle3.parallel.topology import Topology, agreed, gathered
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import Wanted, capture, capture_arriving, prefill_batches, require_disk
+from eagle3.states.rows import Rows
 from eagle3.states.store.check import bind_shards, check_store, remove_flawed
 from eagle3.states.store.folder import MANIFEST, unbound_notice
 from eagle3.states.store.writer import Part, StoreWriter
@@ -129,8 +131,9 @@ def fill(
         need = agreed(lambda: require_disk(Path(path), list(missing.values()), writer.encoding))
         console(f"{path}: {len(samples)} samples, {len(samples) - len(missing)} already stored; {need}")
         if job.recipe.target.backend == "sglang":
+            expected = _expected_of_servers(job, bool(missing), topology, console)
             own = [missing[sample_id] for sample_id in alone.of(samples) if sample_id in missing]
-            _capture_by_sglang(job, own, writer, topology, console, watchdog)
+            _capture_by_sglang(job, own, writer, expected, topology, console, watchdog)
         else:
             _capture_here(job, samples, writer, (alone, together), topology, console, watchdog)
     watchdog.at("the end of its share")
@@ -139,14 +142,28 @@ def fill(
     console.result(f"{path}: {'complete' if shares == 1 else f'this share of {shares} is complete'}")
 
 
+def _expected_of_servers(job: Job, missing: bool, topology: Topology, console: Console) -> Rows | None:
+    """What the target's servers should compute of the probe document, if that is known here and samples are `missing`
+    on any rank. Collective; the first rank finds it for all."""
+    if not any(gathered(missing)):
+        return None
+    return gathered(agreed(partial(own_probe, job, console) if topology.is_first else None))[0]
+
+
 def _capture_by_sglang(
-    job: Job, samples: list[Wanted], writer: StoreWriter, topology: Topology, console: Console, watchdog: Watchdog
+    job: Job,
+    samples: list[Wanted],
+    writer: StoreWriter,
+    expected: Rows | None,
+    topology: Topology,
+    console: Console,
+    watchdog: Watchdog,
 ) -> None:
     if not samples:
         return
     course = ShareCourse(len(samples), sum(one.tokens for one in samples), console, watchdog.at)
     watchdog.at("starting SGLang")
-    with capture_target(job, topology.batch.size(), console) as target, watchdog.watching():
+    with capture_target(job, writer.encoding, expected, topology.batch.size(), console) as target, watchdog.watching():
         capture_arriving(target, samples, writer, course)
 
 

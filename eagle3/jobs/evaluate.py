@@ -127,7 +127,7 @@ def judge_served(
     evaluation, config = inputs.recipe.evaluation, inputs.config
     draft = read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
-    require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers)
+    require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers, config.model_type)
     room = max(tree.tokens, CONTEXT_RESERVE)
     prompts = prompts_to_judge(inputs, prompts_file, room)
     options = engine_options(inputs)

@@ -1,7 +1,7 @@
 """Supply a job's hidden states: from a target in these processes, SGLang servers, or a store."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,15 +14,25 @@ from eagle3.console import Say, waiting
 from eagle3.durable import publish, writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.jobs.job import Inputs, Job, start_target
-from eagle3.jobs.provenance import spans_of, store_provenance
+from eagle3.jobs.provenance import spans_of, store_encoding, store_provenance
+from eagle3.jobs.target_probe import (
+    FILE,
+    PROBE_TOKENS,
+    own_probe,
+    probe_document,
+    read_probe,
+    require_same_target,
+    write_probe,
+)
 from eagle3.parallel.topology import Topology, agreed
 from eagle3.states.loader import HiddenStateSource, LiveSource, SpooledSource, StoredSource
-from eagle3.states.rows import DraftLogits
-from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, own_folder
+from eagle3.states.rows import DraftLogits, Rows
+from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, own_folder, spool_bytes
 from eagle3.states.store.reader import HiddenStateStore
+from eagle3.states.store.shard import Encoding
 from eagle3.targets.head import load_target_head
 from eagle3.targets.logits import TargetHead, summarize_teacher
-from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget, require_capture, require_room, spool_bytes
+from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget, require_capture, require_room
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
 from eagle3.targets.sglang.version import capture_flags, require_captured
@@ -31,7 +41,7 @@ from eagle3.text.samples import Sample, Spans, Split
 from eagle3.text.vocabulary import save_vocabulary
 
 SERVER_PORT = 30000  # SGLang's own default
-PROBE_TOKENS = 16
+HEAD_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -164,7 +174,7 @@ def server_line(job: Job) -> str:
 
 def _capture_engine(job: Job) -> tuple[EngineOptions, list[str]]:
     """Options for a capturing server, and the further flags that load the hook."""
-    require_captured(job.aux_layers, job.config.num_hidden_layers)
+    require_captured(job.aux_layers, job.config.num_hidden_layers, job.config.model_type)
     options, longest = engine_options(job), job.recipe.data.max_length
     if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all host memory
         options = replace(options, kv_tokens=2 * longest + 2 * options.chunk_tokens)
@@ -172,15 +182,27 @@ def _capture_engine(job: Job) -> tuple[EngineOptions, list[str]]:
 
 
 def _require_servers(job: Job) -> None:
-    line, settings = server_line(job), hook_settings(job)
+    line, settings, options = server_line(job), hook_settings(job), engine_options(job)
     for url in job.recipe.target.servers:
-        require_capture(url, settings, job.aux_layers, line, job.longest)
+        require_capture(
+            url,
+            settings,
+            job.aux_layers,
+            line,
+            dtype=options.dtype,
+            revision=options.revision,
+            longest=job.longest,
+        )
 
 
 @contextmanager
-def capture_target(job: Job, processes: int, say: Say) -> Iterator[SGLangTarget]:
+def capture_target(job: Job, kept: Encoding, expected: Rows | None, processes: int, say: Say) -> Iterator[SGLangTarget]:
     """The target for one of a capture's `processes` processes: the recipe's servers, or this process's own engine on
-    its own GPUs."""
+    its own GPUs.
+
+    kept: of the store, whose window and steps say which rows it keeps
+    expected: see `own_probe`
+    """
     settings, target, engine = hook_settings(job), job.recipe.target, None
     most = round(target.spool_gib * 2**30 / processes)
     require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
@@ -192,10 +214,17 @@ def capture_target(job: Job, processes: int, say: Say) -> Iterator[SGLangTarget]
         else:
             engine = SGLangServer(*_capture_engine(job), _devices(target.tensor), say)
             urls = [stack.enter_context(engine).url]
+        store_probe = Path(job.recipe.hidden_states.path) / FILE
+        of = "transformers" if expected is not None else "what the store was captured from"
+        known = read_probe(store_probe, job) if expected is None else expected
+        agreed_rows = require_same_target(_probes(job, urls, spool, say), known, of)
+        if not store_probe.exists():
+            write_probe(store_probe, agreed_rows)
         servers = Servers(urls, spool.path, target.in_flight, say)
         producer = stack.enter_context(closing(Producer(servers, spool, most, readers=0)))
         try:
-            yield SGLangTarget(producer, settings.encoding, vocab_size=job.config.vocab_size, aux_layers=job.aux_layers)
+            encoding = replace(settings.encoding, window=kept.window, ttt_steps=kept.ttt_steps)
+            yield SGLangTarget(producer, encoding, vocab_size=job.config.vocab_size, aux_layers=job.aux_layers)
         except UserError as error:
             if engine is None or not engine.ended():
                 raise
@@ -221,6 +250,23 @@ def _devices(tensor: int) -> str | None:
     return ",".join(own)
 
 
+def _probes(job: Job, urls: Sequence[str], spool: Spool, say: Say) -> Iterator[tuple[str, Rows]]:
+    """Each server, and what it computes of the probe document."""
+    encoding, document = hook_settings(job).encoding, probe_document(job.config.vocab_size)
+    for url in urls:
+        servers = Servers([url], spool.path, 1, say)
+        with closing(Producer(servers, spool, 2 * spool_bytes(encoding, PROBE_TOKENS), readers=0)) as producer:
+            target = SGLangTarget(producer, encoding, vocab_size=job.config.vocab_size, aux_layers=job.aux_layers)
+            yield f"target.servers: {url}" if job.recipe.target.servers else "SGLang", target.prefill([document])[0]
+
+
+def _compare_servers(job: Job, say: Say) -> None:
+    """Raises UserError unless the recipe's servers compute what the target is."""
+    with Spool(hook_settings(job).spool, say) as spool:
+        probes = _probes(job, job.recipe.target.servers, spool, say)
+        require_same_target(probes, own_probe(job, say), "transformers")
+
+
 @contextmanager
 def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Iterator[SpooledSource]:
     """Source of this rank's rows from the recipe's servers. The first rank of each stream requests them. Collective."""
@@ -232,7 +278,8 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
             f"{line or 'as rank 0 says'}"
         )
     agreed((lambda: _require_servers(job)) if topology.is_first else None)
-    settings = hook_settings(job)
+    agreed((lambda: _compare_servers(job, say)) if topology.is_first else None)
+    settings, kept = hook_settings(job), store_encoding(job)
     most = round(target.spool_gib * 2**30 / topology.data.size())
     require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
     with ExitStack() as stack:
@@ -245,22 +292,23 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
             servers = Servers(target.servers, spool.path, target.in_flight, say)
             producer = stack.enter_context(closing(Producer(servers, spool, most, topology.stream.size())))
 
-            def ask(ticket: Ticket, ids: torch.Tensor) -> None:
-                producer.ask(ticket, ids, spool_bytes(settings.encoding, len(ids)))
+            def ask(ticket: Ticket, sample: Sample) -> None:
+                wanted = WantedRows(sample.loss_mask, kept.window, kept.ttt_steps)
+                producer.ask(ticket, sample.ids, wanted, spool_bytes(settings.encoding, len(sample.ids), wanted))
 
         reader = SpoolReader(Path(settings.spool) / message[0], topology.stream.rank())
         source = SpooledSource(reader, message[0], ask)
-        agreed(lambda: _probe(source, head, topology))
+        agreed(lambda: _check_head(source, head, topology))
         yield source
 
 
-def _probe(source: SpooledSource, head: TargetHead, topology: Topology) -> None:
+def _check_head(source: SpooledSource, head: TargetHead, topology: Topology) -> None:
     """Send a short document through the whole path to check that every rank sees the spool, and that training's lm_head
     gives the server's logits."""
-    every = torch.arange(PROBE_TOKENS)
+    every = torch.arange(HEAD_TOKENS)
     ids = every % len(head.embedding)
-    sample = Sample(f"{topology.data.rank():032x}", ids, torch.zeros(len(ids), dtype=torch.bool))
-    teacher = source.rows([sample], [every], [every])[0].teacher
+    sample = Sample(f"{topology.data.rank():032x}", ids, torch.ones(len(ids), dtype=torch.bool))
+    teacher = source.rows([sample], [every], [every[1:]])[0].teacher
     if isinstance(teacher, DraftLogits):
         return
     own = summarize_teacher(teacher.values.to(head.head.device, head.head.dtype), head.head, transform=head.transform)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle3.console import data_size
 from eagle3.errors import UserError
-from eagle3.states.rows import Rows, Target, length_buckets
+from eagle3.states.rows import KeptRows, Rows, Target, length_buckets
 from eagle3.states.store.shard import Encoding, taught_rows
 from eagle3.states.store.writer import StoreWriter
 from eagle3.text.samples import Sample, SampleSet
@@ -35,12 +35,20 @@ class Wanted(NamedTuple):
         return self.samples[self.place]
 
 
+class Document(Protocol):
+    """What a target has to know of a sample."""
+
+    ids: Tensor  # [T] int64
+    loss_mask: Tensor  # [T] bool
+
+
 class ArrivingTarget(Protocol):
     """A target that prefills documents in its own order, some rows at a time, possibly on several ranks."""
 
-    def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows | None]]]:
-        """Yield (index of a document, iterator over consecutive parts of its rows) as documents arrive. Ranks other
-        than the first get the same number of parts, all of them None."""
+    def arriving(self, documents: Iterable[Document]) -> Iterator[tuple[int, Iterator[Rows | KeptRows | None]]]:
+        """Yield (index of a document, iterator over consecutive parts of its rows) as documents arrive. A part has all
+        rows, or those that training reads. Ranks other than the first get the same number of parts, all of them
+        None."""
 
 
 def wanted_samples(sets: Iterable[SampleSet]) -> dict[str, Wanted]:
@@ -133,10 +141,10 @@ def capture_arriving(target: ArrivingTarget, samples: Sequence[Wanted], writer: 
     same samples. Rows that the target hands to this rank are written as they arrive."""
     in_flight: dict[int, Sample] = {}
 
-    def documents() -> Iterator[Tensor]:
+    def documents() -> Iterator[Sample]:
         for place, item in enumerate(samples):
             in_flight[place] = item.load()
-            yield in_flight[place].ids
+            yield in_flight[place]
 
     for place, parts in target.arriving(documents()):
         course.begin(1)
@@ -147,12 +155,12 @@ def capture_arriving(target: ArrivingTarget, samples: Sequence[Wanted], writer: 
             writer.add(sample.id, sample.ids, sample.loss_mask, chain([first_part], own_parts))
 
 
-def _followed(parts: Iterable[Rows | None], course: Course) -> Iterator[Rows]:
+def _followed(parts: Iterable[Rows | KeptRows | None], course: Course) -> Iterator[Rows | KeptRows]:
     """Yield the parts that were handed to this rank, and report the progress of all parts."""
     for part in parts:
         if part is not None:
             yield part
-        course.advance(0 if part is None else len(part.aux))
+        course.advance(0 if part is None else part.tokens)
 
 
 def _rounds(samples: dict[str, Wanted], budget: int) -> Iterator[list[str]]:

@@ -155,7 +155,7 @@ class SpooledSource:
     folder in the spool. All ranks of a stream call `rows` with the same samples, so they derive the same tickets
     (request names). Samples are read in the order of the call, even if they arrive in another order.
 
-    ask: requests a sample by its ticket and token ids, and returns at once; None on all ranks of the stream but one
+    ask: requests the rows of a sample that any rank reads, and returns at once; None on all ranks of the stream but one
     channel: different for each loader, so that the files of two loaders never share a name, even if ranks call the
     loaders in different orders
     """
@@ -163,7 +163,7 @@ class SpooledSource:
     alone = True
 
     def __init__(
-        self, reader: SpoolReader, job: str, ask: Callable[[Ticket, Tensor], None] | None, channel: int = 0
+        self, reader: SpoolReader, job: str, ask: Callable[[Ticket, Sample], None] | None, channel: int = 0
     ) -> None:
         self.reader, self.job, self.ask, self.channel = reader, job, ask, channel
         self._times_asked: defaultdict[tuple[str, int], count[int]] = defaultdict(count)
@@ -176,7 +176,7 @@ class SpooledSource:
         tickets = [self._ticket(sample) for sample in samples]
         if self.ask:
             for ticket, sample in zip(tickets, samples, strict=True):
-                self.ask(ticket, sample.ids)
+                self.ask(ticket, sample)
         results = []
         for ticket, sample, a, b in zip(tickets, samples, aux, teacher, strict=True):
             location = self.reader.wait(ticket)

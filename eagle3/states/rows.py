@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ class Rows:
     aux: Tensor  # [n, 3*Ht]: residual stream after each of three target layers, low to high, concatenated
     teacher: TeacherRows  # m rows
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens they belong to, if aux and teacher have the same rows."""
+        return len(self.aux)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> "Rows":
         """Apply `change` to each tensor."""
         return Rows(change(self.aux), self.teacher.map(change))
@@ -54,6 +59,12 @@ class Rows:
         """Views of some rows. Valid only if aux and teacher have the same rows."""
         return Rows(self.aux[rows], self.teacher[rows])
 
+    def kept(self, seen: Tensor, taught: Tensor) -> "KeptRows":
+        """Of the rows of n tokens, those that are kept. seen, taught: [n] bool on the CPU, see KeptRows."""
+        aux = self.aux if seen.all() else self.aux[seen.to(self.aux.device)]
+        teacher = self.teacher if taught.all() else self.teacher[taught.to(self.teacher.argmax.device)]
+        return KeptRows(seen, taught, Rows(aux, teacher))
+
     @staticmethod
     def cat(parts: Sequence["Rows"]) -> "Rows":
         """Concatenate the parts, which must all have the same kind of teacher."""
@@ -61,6 +72,18 @@ class Rows:
         assert len({type(teacher) for teacher in teachers}) == 1, "one target has one kind of teacher"
         columns = ([getattr(teacher, name) for teacher in teachers] for name in ("values", "argmax", "logsumexp"))
         return Rows(torch.cat([part.aux for part in parts]), type(teachers[0])(*map(torch.cat, columns)))
+
+
+class KeptRows(NamedTuple):
+    """Some rows of n consecutive tokens of a sample."""
+
+    seen: Tensor  # [n] bool on the CPU: tokens of which `rows` has the auxiliary states
+    taught: Tensor  # [n] bool on the CPU: tokens of which `rows` has the target's predictions
+    rows: Rows
+
+    @property
+    def tokens(self) -> int:
+        return len(self.seen)
 
 
 class Target(Protocol):

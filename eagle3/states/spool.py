@@ -1,7 +1,9 @@
 """The spool: a folder in which a target leaves hidden states for a job, as one-sample shards, until the job ends.
 
     SPOOL/JOB/owner.lock            locked while the job's owner lives; once it is unlocked, the folder may be swept
-    SPOOL/JOB/SHARD.safetensors     one sample, in the store's format, with the last hidden state of every row
+    SPOOL/JOB/reserve               given up for a SHARD.failed if the disk is full
+    SPOOL/JOB/SHARD.wanted          says which rows of a sample are wanted, if not all; written before it is requested
+    SPOOL/JOB/SHARD.safetensors     one sample, in the store's format
     SPOOL/JOB/SHARD.json            its index; written last, so an index means a complete sample
     SPOOL/JOB/SHARD.failed          says why this sample will not come
     SPOOL/JOB/SHARD.read-N          exists once reader N is done with the sample
@@ -10,6 +12,8 @@ Producers and readers of hidden states share nothing else: no process group, no 
 folder must belong to that user alone, because it is usually in /dev/shm, where everybody may write.
 """
 
+import errno
+import json
 import os
 import re
 import shutil
@@ -17,6 +21,7 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple, Self
@@ -26,13 +31,16 @@ from torch import Tensor
 
 from eagle3.durable import Lock, lock, write_text, writing
 from eagle3.errors import SharedUserError, UserError
+from eagle3.parsing import parse_json
+from eagle3.states.capture import token_bytes
 from eagle3.states.rows import Rows
 from eagle3.states.store.files import LocalFiles
 from eagle3.states.store.reader import HiddenStateStore, Location, RowRequest
-from eagle3.states.store.shard import ShardIndex, hold, index_name
+from eagle3.states.store.shard import DATA_START, Encoding, ShardIndex, hold, index_name, kept_rows, taught_rows
 
 LOCK = "owner.lock"
 HELD = b"held\n"
+RESERVE, RESERVED = "reserve", 1 << 16  # bytes
 GONE = ".gone-"
 JOB = re.compile(f"({re.escape(GONE)})?[0-9a-f]{{16}}")
 POLL_SECONDS = 0.002
@@ -80,6 +88,43 @@ class Ticket(NamedTuple):
         return self.shard.removesuffix(".safetensors") + f".{kind}"
 
 
+class WantedRows(NamedTuple):
+    """What a job reads of a sample: predictions at the successors of supervised rows, and auxiliary states at the rows
+    that a draft with this window reads in so many steps (see Encoding)."""
+
+    loss_mask: Tensor  # [T] bool
+    window: int | None = None  # None: all rows
+    ttt_steps: int | None = None
+
+    def leave(self, folder: Path, ticket: Ticket) -> None:
+        """Write this to a job's folder."""
+        edges = torch.nn.functional.pad(self.loss_mask.to(torch.int8), (1, 1)).diff().nonzero().flatten().tolist()
+        values = {"window": self.window, "ttt_steps": self.ttt_steps, "tokens": len(self.loss_mask), "edges": edges}
+        write_text(folder / ticket.mark("wanted"), json.dumps(values))
+
+    @classmethod
+    def find(cls, folder: Path, ticket: Ticket) -> Self | None:
+        """Read what was left for a ticket; None if nothing was, so that all rows are wanted."""
+        try:
+            values = parse_json((folder / ticket.mark("wanted")).read_bytes())
+        except FileNotFoundError:
+            return None
+        mask = torch.zeros(values["tokens"], dtype=torch.bool)
+        for start, stop in zip(values["edges"][::2], values["edges"][1::2], strict=True):
+            mask[start:stop] = True
+        return cls(mask, values["window"], values["ttt_steps"])
+
+
+def spool_bytes(encoding: Encoding, tokens: int, wanted: WantedRows | None = None) -> int:
+    """Size of a sample in the spool, without its index and tables, which take a few bytes per chunk. wanted: its rows
+    that are wanted; None: all."""
+    shares = (1.0, 1.0)
+    if wanted is not None:
+        kept = replace(encoding, window=wanted.window, ttt_steps=wanted.ttt_steps).seen_rows(wanted.loss_mask)
+        shares = (float(taught_rows(wanted.loss_mask).float().mean()), float(kept.float().mean()))
+    return DATA_START + round(tokens * token_bytes(encoding, *shares))
+
+
 class Spool(AbstractContextManager):
     """A job's own folder in the spool `folder`. The job's owner creates it, and `close` removes it with all its
     contents.
@@ -102,6 +147,7 @@ class Spool(AbstractContextManager):
                     "there; lower target.spool_gib, or name another folder (in a container: give /dev/shm more)"
                 )
             self.path.mkdir(mode=0o700)
+            (self.path / RESERVE).write_bytes(bytes(RESERVED))
             self._lock = (self.path / LOCK).open("wb")
         hold(self._lock)
         self._lock.write(HELD)  # from now on, a free lock means a dead owner
@@ -115,7 +161,7 @@ class Spool(AbstractContextManager):
 
     def remove(self, ticket: Ticket, readers: int) -> None:
         """Delete a sample and its marks."""
-        marks = [ticket.mark("failed"), *(ticket.mark(f"read-{reader}") for reader in range(readers))]
+        marks = map(ticket.mark, ("failed", "wanted", *(f"read-{reader}" for reader in range(readers))))
         for name in (ticket.index, ticket.shard, *marks):
             (self.path / name).unlink(missing_ok=True)
 
@@ -193,8 +239,15 @@ def _remove(job: Path) -> None:
 
 def fail(folder: Path, ticket: Ticket, reason: str) -> None:
     """Leave a note in a job's folder that says why a sample will not come. Does nothing if the job is gone."""
+    note = folder / ticket.mark("failed")
     with suppress(FileNotFoundError):
-        write_text(folder / ticket.mark("failed"), reason)
+        try:
+            write_text(note, reason)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            (folder / RESERVE).unlink(missing_ok=True)
+            write_text(note, reason)
 
 
 class SpoolReader:
@@ -233,6 +286,11 @@ class SpoolReader:
     def read(self, location: Location, aux: Tensor, teacher: Tensor) -> Rows:
         """Read rows of a sample (see `RowRequest`). Any row can be read."""
         return self.store.read_at([location], [RowRequest(location.entry.id, aux, teacher)])[0]
+
+    def kept(self, location: Location) -> tuple[Tensor, Tensor]:
+        """Masks [T] of a sample's rows whose auxiliary states, and whose predictions, are there."""
+        loss_mask = self.store.tokens_at([location])[0].loss_mask
+        return location.index.encoding.seen_rows(loss_mask), kept_rows(location.entry, loss_mask)
 
     def require_tokens(self, location: Location, ids: Tensor) -> None:
         """Raises UserError unless the sample was made from these ids [T]."""

@@ -4,7 +4,7 @@ If tensor-parallel ranks hold the logits in vocabulary shards, every rank gets t
 as without shards, and the draft vocabulary's columns for its own rows. No rank ever holds a whole row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -104,37 +104,48 @@ def summarize_teacher(
 # By vocabulary shard --------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def summarize_sharded(logits: Tensor, first_id: int, valid: int, group: dist.ProcessGroup) -> TeacherSummary:
-    """Argmax (ties: lowest id) and logsumexp over the full vocabulary, on every rank. Collective over `group`.
+class ShardSummary(NamedTuple):
+    """What one rank's columns say of N rows; fp32, or fp64 for fp64 logits."""
 
-    logits: [N, V/tp], the same N rows on every rank, for tokens first_id, first_id + 1, ... of the vocabulary
-    valid: how many of these columns are tokens; the rest are padding, whose values do not matter
+    peak: Tensor  # [N]: largest logit; -inf without columns
+    best: Tensor  # [N] int64: its token id (ties: lowest)
+    logsumexp: Tensor  # [N]
 
-    Computes in fp32 (fp64 for fp64 logits) on copies of BLOCK_ROWS rows at a time. Ranks exchange a maximum, a
-    logsumexp and an id per row.
-    """
-    assert 0 <= valid <= logits.shape[1], f"{valid} tokens in a shard of {logits.shape[1]} columns"
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    rows = len(logits)
-    own = torch.full((2, rows), float("-inf"), dtype=exact, device=logits.device)  # largest logit, logsumexp
-    best = torch.full((rows,), _ELSEWHERE, device=logits.device)
-    for start in range(0, rows if valid else 0, BLOCK_ROWS):
-        block = slice(start, start + BLOCK_ROWS)
-        columns = logits[block, :valid].to(exact)
-        own[0, block], best[block] = columns.max(-1)
-        own[1, block] = columns.logsumexp(-1)
-        del columns  # so that no two blocks exist at a time
-    best = torch.where(best == _ELSEWHERE, best, best + first_id)
-    if group.size() == 1:
-        return TeacherSummary(best, own[1])
-    peaks = own.clone()
-    dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
-    best = torch.where(own[0] == peaks[0], best, _ELSEWHERE)
-    dist.all_reduce(best, dist.ReduceOp.MIN, group)
-    total = torch.exp(own[1] - peaks[1])
-    dist.all_reduce(total, group=group)
-    return TeacherSummary(best, peaks[1] + total.log())
+    @classmethod
+    @torch.no_grad()
+    def of(cls, logits: Tensor, first_id: int, valid: int) -> Self:
+        """Takes one copy of the logits, so callers pass a block of rows at a time.
+
+        logits: [n, V/tp], for tokens first_id, first_id + 1, ... of the vocabulary
+        valid: how many of these columns are tokens; the rest are padding, whose values do not matter
+        """
+        assert 0 <= valid <= logits.shape[1], f"{valid} tokens in a shard of {logits.shape[1]} columns"
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        if not valid:
+            nothing = logits.new_full((len(logits),), float("-inf"), dtype=exact)
+            return cls(nothing, torch.full_like(nothing, _ELSEWHERE, dtype=torch.int64), nothing)
+        columns = logits[:, :valid].to(exact, copy=True)
+        peak, best = columns.max(-1)
+        total = columns.sub_(peak[:, None]).exp_().sum(-1)
+        return cls(peak, best + first_id, peak + total.log())
+
+    @classmethod
+    def cat(cls, blocks: Sequence[Self]) -> Self:
+        return cls(*map(torch.cat, zip(*blocks, strict=True)))
+
+    @torch.no_grad()
+    def merged(self, group: dist.ProcessGroup) -> TeacherSummary:
+        """The summary over the full vocabulary, on every rank. Collective over `group`, whose ranks have the same rows.
+        They exchange a maximum, a logsumexp and an id per row."""
+        if group.size() == 1:
+            return TeacherSummary(self.best, self.logsumexp)
+        peaks = torch.stack((self.peak, self.logsumexp))
+        dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
+        best = torch.where(self.peak == peaks[0], self.best, _ELSEWHERE)
+        dist.all_reduce(best, dist.ReduceOp.MIN, group)
+        total = torch.exp(self.logsumexp - peaks[1])
+        dist.all_reduce(total, group=group)
+        return TeacherSummary(best, peaks[1] + total.log())
 
 
 @dataclass(frozen=True)
@@ -151,7 +162,7 @@ class DraftColumns:
         """Find the draft's columns in each rank's shard. Collective over `group`.
 
         draft_ids: [Vd] int64, the tokens of the draft vocabulary, ascending, the same on every rank
-        first_id, valid: see `summarize_sharded`
+        first_id, valid: see `ShardSummary.of`
 
         Shards must be in rank order, as in SGLang and Megatron-core.
         """
@@ -170,65 +181,28 @@ class DraftColumns:
         """Size of the draft vocabulary, Vd."""
         return sum(self.widths)
 
-    def exchange(self, logits: Tensor, rows: Sequence[int], out: Tensor) -> None:
-        """Exchange logits so that each rank gets its own rows with the whole draft vocabulary. Collective.
+    def exchange(self, drafted: Tensor, rows: Sequence[int]) -> Tensor:
+        """Exchange logits so that each rank gets its own rows with the whole draft vocabulary: [rows[own rank], Vd].
+        Collective.
 
-        logits: [n, V/tp], this rank's shard of all rows
+        drafted: [n, len(local)], this rank's draft columns of all rows: those of the first rank, of the second, ...
         rows: how many of the n rows each rank gets, in rank order; may be 0 for some
-        out: [rows[own rank], Vd], receives the result; may be a view of a larger tensor
 
         Only draft columns are sent, each row to a single rank.
         """
-        own_count, width = rows[self.group.rank()], len(self.local)
-        assert len(logits) == sum(rows) and out.shape == (own_count, self.size)
-        draft_logits = logits.index_select(1, self.local)
+        own_count = rows[self.group.rank()]
+        assert drafted.shape == (sum(rows), len(self.local))
         if self.group.size() == 1:
-            out.copy_(draft_logits)
-            return
+            return drafted
         receive_sizes = [own_count * each for each in self.widths]
-        incoming = draft_logits.new_empty(sum(receive_sizes))
+        incoming = drafted.new_empty(sum(receive_sizes))
         dist.all_to_all_single(
-            incoming, draft_logits.flatten(), receive_sizes, [each * width for each in rows], group=self.group
+            incoming,
+            drafted.flatten(),
+            receive_sizes,
+            [each * len(self.local) for each in rows],
+            group=self.group,
         )
-        # `out` is laid out row by row, but the data arrived rank by rank.
-        for part, piece in zip(out.split(self.widths, 1), incoming.split(receive_sizes), strict=True):
-            part.copy_(piece.view_as(part))
-
-    def redistribute(
-        self,
-        logits: Callable[[Tensor], Tensor],
-        rows: Sequence[Tensor],
-        dtype: torch.dtype,
-        block_rows: int = BLOCK_ROWS,
-    ) -> Tensor:
-        """Compute the draft columns of this rank's rows: [len(rows[own rank]), Vd], in the order of its `rows`.
-        Collective over `group`.
-
-        logits: maps row indices [n] to this rank's shard of their logits, [n, V/tp] in `dtype`
-        rows: for each rank of the group, the rows that it keeps (int64). The lists are the same on every rank. A row
-            may be kept by several ranks, or by none.
-
-        Logits are computed for `block_rows` rows per rank at a time, to save memory (see `peak_bytes`).
-        """
-        group, device = self.group, self.local.device
-        max_rows, own_count = max(map(len, rows)), len(rows[group.rank()])
-        out = torch.empty(own_count, self.size, dtype=dtype, device=device)
-        for start in range(0, max_rows, block_rows):
-            block = [each[start : start + block_rows] for each in rows]
-            out_block = out[start : start + block_rows]
-            self.exchange(logits(torch.cat(block).to(device)), [len(each) for each in block], out_block)
-        return out
-
-    def peak_bytes(self, rows: Sequence[int], width: int, itemsize: int, block_rows: int = BLOCK_ROWS) -> int:
-        """Peak memory of `redistribute` on this rank, in bytes: the result and, for one block of all ranks' rows, the
-        shard's logits, their draft columns, and the columns received.
-
-        rows: number of rows that each rank keeps
-        width: columns of a shard, padding included
-        itemsize: bytes of a logit
-
-        Does not include the working memory of `logits` itself.
-        """
-        own_count, block = rows[self.group.rank()], [min(each, block_rows) for each in rows]
-        incoming = 0 if self.group.size() == 1 else min(own_count, block_rows) * self.size
-        return itemsize * (own_count * self.size + sum(block) * (width + len(self.local)) + incoming)
+        # the result is laid out row by row, but the data arrived rank by rank
+        pieces = zip(incoming.split(receive_sizes), self.widths, strict=True)
+        return torch.cat([piece.view(own_count, width) for piece, width in pieces], 1)

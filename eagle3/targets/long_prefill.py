@@ -20,6 +20,7 @@ from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
 from eagle3.attention.ttt import Ulysses
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.topology import agreed, gathered
+from eagle3.states.capture import Document
 from eagle3.states.rows import Rows
 from eagle3.targets.logits import check_tokens
 from eagle3.targets.transformers import TransformersTarget
@@ -235,10 +236,10 @@ class LongPrefill:
         assert len(set(digests)) == 1, "the ranks of a sequence prefill one document together"
         return self._chunks(document, self.chunk_tokens)
 
-    def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows | None]]]:
+    def arriving(self, documents: Iterable[Document]) -> Iterator[tuple[int, Iterator[Rows | None]]]:
         """Yield each document's index and its `chunks`, one document after another."""
         for index, document in enumerate(documents):
-            yield index, self.chunks(document)
+            yield index, self.chunks(document.ids)
 
     def _chunks(self, document: Tensor, chunk_tokens: int) -> Iterator[Rows | None]:
         chunks = deal_chunks(len(document), self.sequence.size(), chunk_tokens)

@@ -4,37 +4,41 @@ small the spool."""
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from places import ROOT
-from sglang_case import capturing_server, cpu_environment, left_in, options, target_behind
+from safetensors.torch import load_file, save_file
+from sglang_case import capturing_server, cpu_environment, left_in, options, target_behind, whole
 from tiny_run import deepspeed, finish, launch, make_target, metrics, write_recipe
 
 from eagle3.durable import create_text
 from eagle3.errors import UserError
+from eagle3.jobs.target_probe import probe_document, require_same_target
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.states.loader import SpooledSource
 from eagle3.states.rows import Rows
-from eagle3.states.spool import Spool, SpoolReader
+from eagle3.states.spool import Spool, SpoolReader, spool_bytes
 from eagle3.states.store.folder import MANIFEST, Manifest
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.targets.sglang.asking import ask
-from eagle3.targets.sglang.client import Producer, Servers, spool_bytes
+from eagle3.targets.sglang.client import Producer, Servers
 from eagle3.targets.sglang.hook import HookSettings
-from eagle3.targets.sglang.server import SGLangServer
+from eagle3.targets.sglang.server import SGLangServer, _free_port
+from eagle3.targets.sglang.version import hook_settings
 from eagle3.targets.transformers import load_target
 from eagle3.text.samples import Sample
 
 pytestmark = pytest.mark.sglang
 
-PORT = 21437
 LAYERS = (1, 2, 3)
 VOCABULARY = 300
 START_SECONDS = 300
@@ -45,14 +49,14 @@ class Case:
     """A recipe with running servers. One of them was started by the line that capture.py prints."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.spool = folder, folder / "spool"
+        self.folder, self.spool, self.url = folder, folder / "spool", f"http://127.0.0.1:{_free_port()}"
         make_target(folder / "target")
         self.recipe = write_recipe(folder, folder / "target")
         values = yaml.safe_load(self.recipe.read_text())
         values["data"]["max_length"] = 256
         values["output"]["check_export"] = False  # tests/draft/test_sglang_export.py does
         values["target"] = {
-            **{"backend": "sglang", "servers": [f"http://127.0.0.1:{PORT}"], "attention": "intel_amx"},
+            **{"backend": "sglang", "servers": [self.url], "attention": "intel_amx"},
             **{"memory_fraction": 0.2, "kv_tokens": 4096, "spool": str(self.spool)},
         }
         self.recipe.write_text(yaml.safe_dump(values))
@@ -65,8 +69,7 @@ class Case:
 
     def settings(self) -> HookSettings:
         """The settings of the server's hook, as the server reports them."""
-        (hook,) = ask(f"http://127.0.0.1:{PORT}", "/server_info")["forward_hooks"]
-        return HookSettings(**hook["config"])
+        return HookSettings(**hook_settings(ask(self.url, "/server_info")))
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +79,7 @@ def case(tmp_path_factory):
     words = shlex.split(line)
     settings = dict(word.split("=", 1) for word in words[: words.index("python")])
     command = [sys.executable, *words[words.index("python") + 1 :]]
-    command[command.index("--port") + 1] = str(PORT)
+    command[command.index("--port") + 1] = live.url.rpartition(":")[2]
     with cpu_environment():
         server = subprocess.Popen(
             command,
@@ -91,7 +94,7 @@ def case(tmp_path_factory):
         while True:
             assert server.poll() is None and time.monotonic() - began < START_SECONDS, line
             try:
-                ask(f"http://127.0.0.1:{PORT}", "/model_info")
+                ask(live.url, "/model_info")
                 break
             except OSError:
                 time.sleep(0.5)
@@ -200,12 +203,14 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
         samples.append(Sample(f"{number:032x}", ids, torch.rand(len(ids), generator=generator) < 0.4))
     stream = Stream.pack([one.ids for one in samples], [one.loss_mask for one in samples])
     with Spool(settings.spool) as spool:
-        servers = Servers([f"http://127.0.0.1:{PORT}"], spool.path, 4)
+        servers = Servers([case.url], spool.path, 4)
         producer = Producer(servers, spool, 2**30, readers=1)
         source = SpooledSource(
             KeepingReader(spool.path, keep),
             spool.job,
-            lambda ticket, ids: producer.ask(ticket, ids, spool_bytes(settings.encoding, len(ids))),
+            lambda ticket, sample: producer.ask(
+                ticket, sample.ids, None, spool_bytes(settings.encoding, len(sample.ids))
+            ),
         )
         plans = [plan_sequence(stream, 3, SequenceSharding(2, 1, "zigzag", "supervised"), rank) for rank in range(2)]
         requested = [[by_document(stream, plan.rows), by_document(stream, plan.teacher)] for plan in plans]
@@ -231,7 +236,7 @@ def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_wit
     generator = torch.Generator().manual_seed(4)
     documents = [torch.randint(3, VOCABULARY, (60 + number,), generator=generator) for number in range(120)]
     expected = load_target(case.folder / "target", aux_layers=LAYERS).prefill(documents)
-    first = f"http://127.0.0.1:{PORT}"
+    first = case.url
     # without the hook, it answers but leaves no rows, like a server that dies between the two
     with (
         cpu_environment(),
@@ -239,8 +244,8 @@ def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_wit
         target_behind([first, second.url], settings, LAYERS, vocab_size=VOCABULARY) as target,
     ):
         arrived: dict[int, Rows] = {}
-        for place, parts in target.arriving(documents):
-            (arrived[place],) = parts
+        for place, parts in target.arriving(map(whole, documents)):
+            (arrived[place],) = (part.rows for part in parts)
             if len(arrived) == 5:
                 os.killpg(second.process.pid, signal.SIGKILL)
         assert sorted(arrived) == list(range(120))
@@ -257,8 +262,80 @@ def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_wit
             UserError, match="no server is left.*capture.py goes on where it stopped, train.py does with --resume"
         ),
     ):
-        for count, (_, parts) in enumerate(target.arriving(documents)):
+        for count, (_, parts) in enumerate(target.arriving(map(whole, documents))):
             list(parts)
             if count == 5:
                 os.killpg(only.process.pid, signal.SIGKILL)
     assert left_in(Path(settings.spool)) == []
+
+
+def changed_copy(target: Path, copy: Path) -> Path:
+    """A copy of a target with the same config, in which two MLPs have other weights."""
+    shutil.copytree(target, copy)
+    (file,) = copy.glob("*.safetensors")
+    tensors = load_file(file)
+    for name in [name for name in tensors if ".mlp." in name and (".layers.1." in name or ".layers.2." in name)]:
+        tensors[name] = tensors[name].flip(0)
+    save_file(tensors, file, {"format": "pt"})
+    return copy
+
+
+def test_a_server_of_another_checkpoint_is_refused_and_one_that_has_replaced_its_weights(case):
+    """The first has the line that capture.py prints, but for its path; the second's weights were replaced later."""
+    other = changed_copy(case.folder / "target", case.folder / "other")
+    words = f"hidden_states.path={case.folder}/foreign"
+    with capturing_server(other, case.settings(), LAYERS) as server:
+        output = case.run("capture", words, f"target.servers=['{server.url}']", code=2)
+        assert f"this server loaded {other}, which is not the checkpoint that model.target names" in output
+        assert "Traceback" not in output
+    with capturing_server(case.folder / "target", case.settings(), LAYERS) as server:
+        assert ask(server.url, "/update_weights_from_disk", {"model_path": str(other)}, timeout=60)["success"]
+        output = case.run("capture", words, f"target.servers=['{server.url}']", code=2)
+        assert f"model_path (its weights were replaced) '{other}' (here: '{case.folder}/target')" in output
+        with target_behind([server.url], case.settings(), LAYERS, vocab_size=VOCABULARY) as target:
+            document = probe_document(VOCABULARY)
+            (rows,), (own,) = target.prefill([document]), load_target(other, aux_layers=LAYERS).prefill([document])
+            require_same_target([("it", rows)], own, "transformers")
+            (expected,) = load_target(case.folder / "target", aux_layers=LAYERS).prefill([document])
+            with pytest.raises(UserError, match="it: its hidden states are not those of transformers .aux is off by"):
+                require_same_target([("it", rows)], expected, "transformers")
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert condition()
+
+
+def test_servers_that_hang_hold_up_nothing_while_another_one_answers(case, monkeypatch):
+    """First the scheduler of one, which goes on to say that it is well, then all its processes."""
+    monkeypatch.setattr("eagle3.targets.sglang.client.WATCH_SECONDS", 0.2)
+    monkeypatch.setattr("eagle3.targets.sglang.client.LEAST_PATIENCE", 1.0)
+    monkeypatch.setattr("eagle3.targets.sglang.client.SILENT_SECONDS", 3.0)
+    settings, generator = case.settings(), torch.Generator().manual_seed(6)
+    documents = [torch.randint(3, VOCABULARY, (40 + number,), generator=generator) for number in range(60)]
+    expected = load_target(case.folder / "target", aux_layers=LAYERS).prefill(documents)
+    with (
+        capturing_server(case.folder / "target", settings, LAYERS) as second,
+        target_behind([case.url, second.url], settings, LAYERS, vocab_size=VOCABULARY) as target,
+    ):
+        children = subprocess.run(
+            ["ps", "-o", "pid=,args=", "-s", str(os.getsid(second.process.pid))],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        (scheduler,) = [int(line.split()[0]) for line in children if "scheduler" in line]
+        for stop in (lambda: os.kill(scheduler, signal.SIGSTOP), lambda: os.killpg(second.process.pid, signal.SIGSTOP)):
+            arrived: dict[int, Rows] = {}
+            for place, parts in target.arriving(map(whole, documents)):
+                (arrived[place],) = (part.rows for part in parts)
+                if len(arrived) == 5:
+                    stop()
+            for place, other in enumerate(expected):
+                assert torch.allclose(arrived[place].aux, other.aux[: len(arrived[place].aux)], atol=1e-4)
+        within(20, lambda: target.producer.servers.live == {case.url})
+        os.killpg(second.process.pid, signal.SIGCONT)  # it answers what it was asked; nobody needs its rows any more
+        within(30, lambda: not any(server == second.url for server, _ in target.producer.servers.asked))
+        within(5, lambda: left_in(target.producer.spool.path) == ["owner.lock", "reserve"])

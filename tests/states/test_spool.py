@@ -18,10 +18,10 @@ from store_cases import sample
 from eagle3.errors import UserError
 from eagle3.states.loader import SpooledSource
 from eagle3.states.rows import Rows
-from eagle3.states.spool import GONE, HELD, LOCK, Spool, SpoolReader, Ticket, sweep
+from eagle3.states.spool import GONE, HELD, LOCK, RESERVE, Spool, SpoolReader, Ticket, WantedRows, spool_bytes, sweep
 from eagle3.states.store.shard import Encoding
-from eagle3.targets.sglang.client import Producer, Servers, spool_bytes
-from eagle3.targets.sglang.hook import HookSettings, SpoolWriter
+from eagle3.targets.sglang.client import Producer, Servers
+from eagle3.targets.sglang.hook import HookSettings, Share, SpoolWriter, Wanted
 from eagle3.targets.sglang.installed import require_supported
 from eagle3.targets.sglang.version import require_captured
 from eagle3.text.samples import Sample
@@ -39,14 +39,19 @@ def ticket_of(job: str, one: Sample, time_asked: int = 0) -> Ticket:
 
 
 def hook_writer(spool: Spool) -> SpoolWriter:
-    return SpoolWriter(spool.folder, HookSettings(str(spool.folder), "float32", "target", HIDDEN).encoding)
+    return SpoolWriter(spool.folder, torch.float32)
+
+
+def share_of(ticket: Ticket, start: int, stop: int, rows: WantedRows | None = None) -> Share:
+    """Rows [start, stop) of a sample, of which the job wants these `rows`."""
+    encoding = HookSettings("spool", "float32", "target", HIDDEN).encoding
+    return Share(ticket, 0, 0, start, Wanted.of(rows, ticket.tokens, encoding)[start:stop])
 
 
 def feed(writer: SpoolWriter, ticket: Ticket, one: Sample, states: Rows, cuts: list[int]) -> None:
     """Writes like a chunked prefill: rows up to each cut, one forward after the other."""
     for start, stop in zip([0, *cuts], [*cuts, len(one.ids)], strict=True):
-        part = states[start:stop]
-        writer.take(ticket, start, one.ids[start:stop], part)
+        writer.take(share_of(ticket, start, stop), one.ids[start:stop], states[start:stop])
 
 
 @pytest.mark.parametrize("cuts", [[], [1], [7, 8, 30]])
@@ -66,6 +71,39 @@ def test_every_row_of_a_sample_comes_back_bit_for_bit_however_prefill_was_cut(tm
         assert torch.equal(reader.read(location, some[:0], some).teacher.values, states.teacher.values[some])
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("cuts", [[], [1, 7, 30]])
+def test_of_a_request_for_some_rows_those_alone_come_back(tmp_path, window, cuts):
+    one, states = a_sample(3, 40)
+    mask = torch.zeros(40, dtype=torch.bool)
+    mask[20:24] = mask[37] = True
+    wanted = WantedRows(mask, window, 3 if window else None)
+    with Spool(tmp_path) as spool:
+        ticket, writer = ticket_of(spool.job, one), hook_writer(spool)
+        wanted.leave(spool.path, ticket)
+        found = WantedRows.find(spool.path, ticket)
+        assert torch.equal(found.loss_mask, mask) and found[1:] == wanted[1:]
+        for start, stop in zip([0, *cuts], [*cuts, 40], strict=True):
+            share = share_of(ticket, start, stop, found)
+            seen, taught = share.wanted.seen, share.wanted.taught
+            rows = Rows(states.aux[start:stop][seen], states.teacher[start:stop][taught])
+            writer.take(share, one.ids[start:stop], rows)
+        reader = SpoolReader(spool.path, 0)
+        location = reader.wait(ticket)
+        seen, taught = (rows.nonzero().flatten() for rows in reader.kept(location))
+        assert taught.tolist() == [21, 22, 23, 24, 38]
+        # a query sees 5 keys; queries of 3 steps begin 2 rows before a supervised row; row 0 is always there
+        assert seen.tolist() == ([0, *range(14, 24), *range(31, 38)] if window else [*range(40)])
+        got = reader.read(location, seen, taught)
+        for name, kind in states.named().items():
+            assert torch.equal(got.named()[name], kind[seen if name == "aux" else taught]), name
+        encoding = HookSettings("spool", "float32", "target", HIDDEN).encoding
+        needed = 4096 + 40 * 13 + 4 * HIDDEN * (3 * len(seen) + 5)
+        assert 0 <= spool_bytes(encoding, 40, wanted) - needed < 8, "but for checksums"
+        spool.remove(ticket, 0)
+        assert sorted(os.listdir(spool.path)) == [LOCK, RESERVE]
+
+
 def test_a_request_id_says_all_and_other_requests_are_none_of_ours(tmp_path):
     one, _ = a_sample(1, 9)
     job = "0123456789abcdef"
@@ -83,8 +121,7 @@ def test_rows_that_a_cache_swallowed_fail_the_sample_and_not_the_job(tmp_path):
     with Spool(tmp_path) as spool:
         writer, reader = hook_writer(spool), SpoolReader(spool.path, 0)
         lost, whole = ticket_of(spool.job, one), ticket_of(spool.job, another)
-        tail = states[8:]
-        writer.take(lost, 8, one.ids[8:], tail)
+        writer.take(share_of(lost, 8, 40), one.ids[8:], states[8:])
         feed(writer, whole, another, its_states, [])
         with pytest.raises(UserError, match="row 8 of a sample came first.*--disable-radix-cache"):
             reader.wait(lost)
@@ -96,8 +133,7 @@ def test_a_gap_between_chunks_fails_the_sample(tmp_path):
     with Spool(tmp_path) as spool:
         writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
         for start, stop in ((0, 8), (16, 40)):
-            part = states[start:stop]
-            writer.take(ticket, start, one.ids[start:stop], part)
+            writer.take(share_of(ticket, start, stop), one.ids[start:stop], states[start:stop])
         with pytest.raises(UserError, match="rows 8 to 16 of a sample never came"):
             SpoolReader(spool.path, 0).wait(ticket)
 
@@ -106,7 +142,7 @@ def test_a_request_that_begins_again_replaces_what_it_had(tmp_path):
     one, states = a_sample(3, 40)
     with Spool(tmp_path) as spool:
         writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
-        writer.take(ticket, 0, one.ids[:8], states.map(lambda kind: kind[:8] + 1))
+        writer.take(share_of(ticket, 0, 8), one.ids[:8], states.map(lambda kind: kind[:8] + 1))
         feed(writer, ticket, one, states, [20])
         reader = SpoolReader(spool.path, 0)
         every = torch.arange(40)
@@ -118,11 +154,11 @@ def test_two_servers_with_the_same_request_do_not_disturb_each_other(tmp_path):
     with Spool(tmp_path) as spool:
         ticket = ticket_of(spool.job, one)
         slow, quick = hook_writer(spool), hook_writer(spool)
-        slow.take(ticket, 0, one.ids[:8], states[:8])
+        slow.take(share_of(ticket, 0, 8), one.ids[:8], states[:8])
         feed(quick, ticket, one, states, [])
         reader, every = SpoolReader(spool.path, 0), torch.arange(40)
         location = reader.wait(ticket)
-        slow.take(ticket, 8, one.ids[8:], states[8:])
+        slow.take(share_of(ticket, 8, 40), one.ids[8:], states[8:])
         time.sleep(0.3)
         assert torch.equal(reader.read(reader.wait(ticket), every, every).teacher.values, states.teacher.values)
         assert torch.equal(reader.read(location, every, every).aux, states.aux)
@@ -153,10 +189,10 @@ def test_a_server_whose_job_is_gone_writes_nothing(tmp_path):
     one, states = a_sample(3, 40)
     with Spool(tmp_path) as spool:
         writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
-        writer.take(ticket, 0, one.ids[:8], states[:8])
+        writer.take(share_of(ticket, 0, 8), one.ids[:8], states[:8])
         SpoolReader(spool.path, 0)
         time.sleep(0.2)
-    writer.take(ticket, 8, one.ids[8:], states[8:])
+    writer.take(share_of(ticket, 8, 40), one.ids[8:], states[8:])
     time.sleep(0.3)
     assert not list(tmp_path.iterdir())
 
@@ -274,7 +310,7 @@ def test_a_folder_that_others_may_write_is_refused_by_jobs_and_servers(tmp_path,
     assert not list(folder.iterdir())
     job = folder / "0123456789abcdef"
     job.mkdir()
-    writer = SpoolWriter(folder, Encoding("none", "float32", HIDDEN))
+    writer = SpoolWriter(folder, torch.float32)
     feed(writer, ticket_of(job.name, one), one, states, [])
     writer.give_up(ticket_of(job.name, one), "a reason")
     time.sleep(0.2)
@@ -310,7 +346,7 @@ def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_fre
             ticket = ticket_of(spool.job, one)
             assert spool.readers(ticket, 2) == 2
             spool.remove(ticket, 2)
-        assert os.listdir(spool.path) == ["owner.lock"]
+        assert sorted(os.listdir(spool.path)) == [LOCK, RESERVE]
 
 
 def test_a_folder_without_room_for_what_may_wait_is_refused(tmp_path):
@@ -325,7 +361,7 @@ def test_training_and_held_out_samples_never_meet_in_one_file(tmp_path):
     with Spool(tmp_path) as spool:
         writer, shards = hook_writer(spool), []
 
-        def ask(ticket, ids) -> None:
+        def ask(ticket, asked) -> None:
             shards.append(ticket.shard)
             feed(writer, ticket, one, states, [])
 
@@ -345,7 +381,7 @@ def test_a_sample_that_never_fits_the_spool_is_refused_with_the_size_it_needs(tm
         with pytest.raises(
             UserError, match=r"target.spool_gib: leaves this process 0.000977 GiB, but a sample of 4,000 tokens takes"
         ):
-            producer.ask(ticket_of(spool.job, one), one.ids, spool_bytes(encoding, 4000))
+            producer.ask(ticket_of(spool.job, one), one.ids, None, spool_bytes(encoding, 4000))
         producer.close()
 
 
@@ -355,7 +391,7 @@ def test_with_no_server_left_every_request_fails_with_the_remedy(tmp_path):
     with Spool(tmp_path) as spool:
         servers = Servers(["http://127.0.0.1:9", "http://127.0.0.1:10"], spool.path, 2, lines.append)
         producer = Producer(servers, spool, most_bytes=2**30, readers=1)
-        futures = [producer.ask(ticket_of(spool.job, one, time), one.ids, 10_000) for time in range(3)]
+        futures = [producer.ask(ticket_of(spool.job, one, time), one.ids, None, 10_000) for time in range(3)]
         for future in futures:
             with pytest.raises(UserError, match="no server is left.*--resume"):
                 future.result(60)
@@ -391,11 +427,11 @@ def test_a_sample_that_is_read_before_its_server_answers_does_not_hold_up_the_ne
             servers = Servers([f"http://127.0.0.1:{server.server_port}"], spool.path, 1)
             producer = Producer(servers, spool, most_bytes=2**30, readers=1)
             for each in (one, other):
-                producer.ask(ticket_of(spool.job, each), each.ids, 10_000).result(20)
+                producer.ask(ticket_of(spool.job, each), each.ids, None, 10_000).result(20)
             deadline = time.monotonic() + 10
             while producer.samples and time.monotonic() < deadline:
                 time.sleep(0.01)
-            assert not producer.samples and [path.name for path in spool.path.iterdir()] == [LOCK]
+            assert not producer.samples and sorted(path.name for path in spool.path.iterdir()) == [LOCK, RESERVE]
             producer.close()
             server.shutdown()
 
@@ -406,7 +442,7 @@ def test_a_mistake_in_the_thread_that_asks_ends_the_wait_of_who_asked(tmp_path):
     with Spool(tmp_path) as spool:
         producer = Producer(Servers(["http://127.0.0.1:9"], spool.path, 1), spool, most_bytes=2**30, readers=1)
         with pytest.raises(UserError, match="AttributeError.*this is a bug"):
-            producer.ask(ticket_of(spool.job, one), [1, 2, 3, 4], 10_000).result(30)
+            producer.ask(ticket_of(spool.job, one), [1, 2, 3, 4], None, 10_000).result(30)
         with pytest.raises(UserError, match="this is a bug"):
             SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one))
         producer.close()
@@ -424,6 +460,22 @@ def test_the_proven_sglang_is_taken():
 
 
 def test_layers_that_sglang_does_not_capture_are_refused():
-    require_captured((1, 2, 3), 5)
+    require_captured((1, 2, 3), 5, "deepseek_v3")
+    require_captured((2, 3), 5, "llama")
     with pytest.raises(UserError, match=r"model.aux_layers: \[1, 2, 4\] has the last of the target's 5 layers"):
-        require_captured((1, 2, 4), 5)
+        require_captured((1, 2, 4), 5, "llama")
+    with pytest.raises(UserError, match=r"\[2, 3\]: for a deepseek_v3, SGLang takes each layer for the one before"):
+        require_captured((2, 3), 5, "deepseek_v3")
+
+
+def test_on_a_disk_that_a_neighbour_fills_the_job_is_told_at_once_with_folder_and_remedy(small_disk):
+    """Before rows are copied, and although no other byte could be written."""
+    one, states = a_sample(3, 40)
+    with Spool(small_disk / "spool") as spool:
+        with (small_disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
+            while True:
+                filler.write(bytes(4096))
+        feed(hook_writer(spool), ticket_of(spool.job, one), one, states, [20])
+        with pytest.raises(UserError, match=r"spool: cannot be written \(No space left.*free space, or .*target.spool"):
+            SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one))
+        assert not list(spool.path.glob("writing-*"))

@@ -11,10 +11,12 @@ from sglang_cpu.environment import sglang_environment
 
 from eagle3.states.rows import Rows
 from eagle3.states.spool import Spool
+from eagle3.targets.checkpoint import fingerprint
 from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
 from eagle3.targets.sglang.version import capture_flags
+from eagle3.text.samples import Sample
 
 VOCABULARY = 256
 HIDDEN = 64
@@ -42,8 +44,13 @@ def options(model: Path, **changes) -> EngineOptions:
     return EngineOptions(str(model), **{**small, **changes})
 
 
-def hook_of(spool: Path, **changes) -> HookSettings:
-    return HookSettings(str(spool), "float32", "target", HIDDEN)._replace(**changes)
+def hook_of(spool: Path, model: Path, **changes) -> HookSettings:
+    return HookSettings(str(spool), "float32", fingerprint(model), HIDDEN)._replace(**changes)
+
+
+def whole(ids: torch.Tensor) -> Sample:
+    """A sample of these tokens, of which every row but the first teaches."""
+    return Sample("", ids, torch.ones(len(ids), dtype=torch.bool))
 
 
 @contextmanager

@@ -1,26 +1,21 @@
 """What a target's tensor-parallel ranks compute from their vocabulary shards, compared with the whole logits in one
 process."""
 
-import os
 import sys
 from typing import NamedTuple
 
 import pytest
 import torch
-from places import ROOT, SUPPORT
+from places import SUPPORT
 from processes import rank_file
 from safetensors.torch import load_file
 from sharding_worker import (
-    MEASURED,
-    MEASURED_WORLD,
-    REDISTRIBUTIONS,
+    EXCHANGES,
     SUMMARIES,
     WORLDS,
     Dealt,
-    Measured,
     Rows,
     document_rows,
-    sequence_rows,
 )
 from tiny_run import finish, launch
 from torch import Tensor
@@ -38,16 +33,13 @@ class Ranks(NamedTuple):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> Ranks:
     folder = tmp_path_factory.mktemp("sharding")
-    path = f"PYTHONPATH={ROOT / 'benchmarks'}:{os.environ.get('PYTHONPATH', '')}"  # for live_bytes
-    worker = str(SUPPORT / "sharding_worker.py")
-    finish(launch("env", path, sys.executable, worker, str(folder)), timeout=120)
+    finish(launch(sys.executable, str(SUPPORT / "sharding_worker.py"), str(folder)), timeout=120)
     return Ranks({world: [load_file(folder / rank_file(world, rank)) for rank in range(world)] for world in WORLDS})
 
 
 every_world = pytest.mark.parametrize("world", WORLDS, ids="{} ranks".format)
 every_summary = pytest.mark.parametrize("rows", SUMMARIES, ids=lambda rows: rows.name)
-DEALT = [(world, case) for case in REDISTRIBUTIONS for world in case.worlds]
-every_dealing = pytest.mark.parametrize(("world", "case"), DEALT, ids=lambda each: getattr(each, "name", each))
+every_exchange = pytest.mark.parametrize("case", EXCHANGES, ids=lambda case: case.name)
 
 
 @every_world
@@ -81,36 +73,13 @@ def test_ties_lie_on_both_sides_of_shard_borders():
             assert int((shards.sum(0) > 1).sum()) > rows.rows / 4 and not bool(shards[0].all())
 
 
-@every_dealing
+@every_world
+@every_exchange
 def test_each_rank_gets_its_rows_of_all_draft_columns_bit_for_bit(ranks: Ranks, world: int, case: Dealt):
     expected = case.rows.logits()[:, list(case.drafted)]
     results = ranks.of(world, f"columns {case.name} columns")
-    for columns, rows in zip(results, case.rows_of(world), strict=True):
+    for columns, rows in zip(results, document_rows(case.lengths, world), strict=True):
         assert columns.dtype == case.rows.dtype and torch.equal(columns, expected[rows])
-
-
-@every_dealing
-def test_no_rank_ever_holds_a_row_of_the_whole_vocabulary(ranks: Ranks, world: int, case: Dealt):
-    most = max(case.rows.width(world), len(case.drafted))
-    assert most < case.rows.vocabulary
-    assert all(int(widest) <= most for widest in ranks.of(world, f"columns {case.name} widest"))
-
-
-@pytest.mark.parametrize("case", MEASURED, ids=lambda case: case.name)
-def test_a_rank_holds_the_bytes_that_were_said(ranks: Ranks, case: Measured):
-    for peak, predicted in (pair.tolist() for pair in ranks.of(MEASURED_WORLD, f"bytes {case.name} measured")):
-        assert peak == predicted
-
-
-def test_peak_bytes_fall_with_the_sequence_degree(ranks: Ranks):
-    """They fall as 1/SP if all of a share's target ranks hold the share. If the share is divided, each holds 1/tp,
-    whatever SP is."""
-    for divided, expected in ((False, [1, 1 / 2, 1 / 4]), (True, [1 / 4] * 3)):
-        cases = [case for case in MEASURED if case.divided == divided]
-        for rank in range(MEASURED_WORLD):
-            peaks = [ranks.of(MEASURED_WORLD, f"bytes {case.name} measured")[rank][0] for case in cases]
-            whole = ranks.of(MEASURED_WORLD, "bytes 1 shares measured")[rank][0]
-            assert [float(peak / whole) for peak in peaks] == expected
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -122,11 +91,3 @@ def test_documents_are_dealt_whole_and_evenly(count: int):
     owners = [set(documents[rows].tolist()) for rows in dealt]
     assert sum(map(len, owners)) == 5 and all(rows.equal(rows.sort().values) for rows in dealt)
     assert max(map(len, dealt)) - min(map(len, dealt)) <= max(lengths)
-
-
-def test_ranks_of_a_share_hold_it_all_or_a_part_each():
-    assert [rows.tolist() for rows in sequence_rows((3, 2), 4)] == [[0, 1, 2], [0, 1, 2], [3, 4], [3, 4]]
-    divided = [rows.tolist() for rows in sequence_rows((3, 2), 4, divided=True)]
-    assert divided == [[0, 1], [2], [3], [4]]
-    with pytest.raises(AssertionError, match="3 ranks of the target for 2 shares"):
-        sequence_rows((3, 2), 3)

@@ -5,6 +5,7 @@
     aux_ends, last_ends    [chunks] uint64: where each chunk ends in its tensor
     aux_sums, last_sums    [chunks] uint64: xxh3_64 of each chunk's bytes
     ids, argmax            [rows] int32     logsumexp [rows] float32     loss_mask [rows] bool
+                           argmax and logsumexp mean something in rows of `last` alone
 
 In a store of logits, `last` holds the teacher's logits over the draft vocabulary instead of last hidden states.
 

@@ -1,5 +1,6 @@
 """Write a store, alone or alongside other writers. A writer continues where the previous writer of its part stopped."""
 
+import errno
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from eagle3.durable import create_text, publish, write_text, writing
 from eagle3.errors import UserError
-from eagle3.states.rows import Rows
+from eagle3.states.rows import KeptRows, Rows
 from eagle3.states.store.files import LocalFiles, is_url
 from eagle3.states.store.folder import (
     MANIFEST,
@@ -171,12 +172,13 @@ class StoreWriter(AbstractContextManager):
             read_headers(files, [index.shard], manifest.digest)
         return {entry.id for index in indexes for entry in index.samples}
 
-    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, rows: Rows | Iterable[Rows]) -> bool:
+    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, rows: Rows | Iterable[Rows | KeptRows]) -> bool:
         """Write one sample. Returns False, and writes nothing, if its id is known.
 
         ids: [T] int
         loss_mask: [T] bool
-        rows: the rows of those T tokens, on any device; or consecutive parts of them, which are written as they arrive
+        rows: the rows of those T tokens, on any device; or consecutive parts of them, which are written as they arrive,
+            and of which those are enough that are kept
 
         If the id is known, `rows` is not touched. Raises UserError if the disk is full or a hidden state is not finite;
         the store then stays as it was after the last shard.
@@ -253,19 +255,33 @@ class ShardWriter:
         self.sample: Entry | None = None  # the one being written
         self.tokens = 0  # in finished samples
 
-    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, parts: Iterable[Rows]) -> None:
-        """Write one sample. ids [T], loss_mask [T]; parts: consecutive rows, T in total, on any device.
+    def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, parts: Iterable[Rows | KeptRows]) -> None:
+        """Write one sample. ids [T], loss_mask [T]; parts: consecutive rows of T tokens in total, on any device, all of
+        them or those that are kept.
 
         Raises UserError if a hidden state is not finite. After an exception the writer can only be discarded.
         """
         seen, taught = self.encoding.seen_rows(loss_mask), taught_rows(loss_mask)
         self.begin(sample_id)
         for part in parts:
-            rows = slice(self.sample.tokens, self.sample.tokens + len(part.aux))
-            self.append(ids[rows], loss_mask[rows], seen[rows], taught[rows], part)
+            rows = slice(self.sample.tokens, self.sample.tokens + part.tokens)
+            kept = part if isinstance(part, KeptRows) else part.kept(seen[rows], taught[rows])
+            same = torch.equal(kept.seen, seen[rows]) and torch.equal(kept.taught, taught[rows])
+            assert same, f"{sample_id}: other rows than this store keeps"
+            self.append(ids[rows], loss_mask[rows], kept)
         tokens = self.sample.tokens
         assert tokens == len(ids) == len(loss_mask) > 0, f"{sample_id}: {tokens} rows of {len(ids)} tokens"
         self.end()
+
+    def reserve(self, size: int, beside: int) -> None:
+        """Take the space of the whole shard now, `size` bytes, of which `last` takes `beside` twice until it is
+        published. Raises OSError if the disk has no room."""
+        for file, needed in ((self.file, size), (self.aside, beside)):
+            try:
+                os.posix_fallocate(file.fileno(), 0, max(1, needed))
+            except OSError as error:
+                if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # a file system that cannot
+                    raise
 
     def begin(self, sample_id: str) -> None:
         """Begin a sample. Then `append` its rows, and `end` it before beginning the next one."""
@@ -273,22 +289,24 @@ class ShardWriter:
             sample_id, self.tokens, 0, 0, *(self.blobs[name].chunks for name in HIDDEN), digest="", seen=0
         )
 
-    def append(self, ids: Tensor, loss_mask: Tensor, seen: Tensor, taught: Tensor, rows: Rows) -> None:
-        """Append the next n rows of the sample.
+    def append(self, ids: Tensor, loss_mask: Tensor, kept: KeptRows) -> None:
+        """Append the rows of the sample's next n tokens.
 
         ids: [n] int
-        loss_mask, seen, taught: [n] bool on the CPU
-        seen: rows whose auxiliary states are kept (`Encoding.seen_rows`)
-        taught: rows whose last hidden state is kept: those that follow supervised rows, or all of a sample's
-        rows: their hidden states and the target's predictions, on any device
+        loss_mask: [n] bool on the CPU
+        kept: on any device: auxiliary states of the rows in `Encoding.seen_rows`, and predictions at those that follow
+            supervised rows, or at all of a sample's
         """
-        sample, teacher = self.sample, rows.teacher
-        for name, values, mask in (("aux", rows.aux, seen), ("last", teacher.values, taught)):
-            self.blobs[name].append(values if mask.all() else values[mask.to(values.device)], sample.id)
-        small = {"ids": ids, "loss_mask": loss_mask.bool(), "argmax": teacher.argmax, "logsumexp": teacher.logsumexp}
+        sample, teacher = self.sample, kept.rows.teacher
+        for name, values in (("aux", kept.rows.aux), ("last", teacher.values)):
+            self.blobs[name].append(values, sample.id)
+        small = {"ids": ids, "loss_mask": loss_mask.bool()}
+        for name in ("argmax", "logsumexp"):  # 0 where nothing is taught
+            column = getattr(teacher, name).cpu()
+            small[name] = column.new_zeros(len(ids)).masked_scatter_(kept.taught, column)
         for name, column in small.items():
             self.columns[name].append(column.cpu().numpy().astype(NUMPY_TYPES[name]))
-        counts = {"tokens": len(ids), "taught": int(taught.sum()), "seen": int(seen.sum())}
+        counts = {"tokens": len(ids), "taught": int(kept.taught.sum()), "seen": int(kept.seen.sum())}
         self.sample = sample._replace(**{name: getattr(sample, name) + count for name, count in counts.items()})
 
     def end(self) -> None:
@@ -301,6 +319,7 @@ class ShardWriter:
         """Give the shard its final name, then write its index. Raises OSError."""
         for blob in self.blobs.values():
             blob.write()
+        self.aside.truncate()
         self.aside.seek(0)
         shutil.copyfileobj(self.aside, self.file, 1 << 20)
         meta = {"codec": self.encoding.codec, "dtype": self.encoding.dtype, "provenance_digest": self.provenance_digest}
@@ -316,6 +335,7 @@ class ShardWriter:
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + byte_count]}
             start += byte_count
         size = self.file.tell()
+        self.file.truncate()  # what was reserved beyond
         text = json.dumps(header, separators=(",", ":")).encode()
         assert len(text) <= DATA_START - 8, "the header outgrew its place"
         self.file.seek(0)

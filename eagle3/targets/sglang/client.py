@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -20,17 +20,18 @@ import torch
 from torch import Tensor
 
 from eagle3.console import Warned
+from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
-from eagle3.states.capture import token_bytes
-from eagle3.states.rows import Rows
-from eagle3.states.spool import Spool, SpoolReader, Ticket, fail
+from eagle3.states.capture import Document
+from eagle3.states.rows import KeptRows, Rows
+from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, fail, spool_bytes
 from eagle3.states.store.reader import Location
-from eagle3.states.store.shard import DATA_START, Encoding
+from eagle3.states.store.shard import Encoding
 from eagle3.targets.logits import check_tokens
 from eagle3.targets.sglang.asking import ask, server_info
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import require_supported
-from eagle3.targets.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, hook_settings
+from eagle3.targets.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, hook_settings, other_numbers
 
 ANSWER_SECONDS = 3600.0
 # How long a server may take to write a sample's rows after it has answered. The first sample shows whether rows arrive
@@ -38,6 +39,10 @@ ANSWER_SECONDS = 3600.0
 FIRST_ROWS_SECONDS, ROWS_SECONDS = 60.0, 600.0
 LOOK_SECONDS = 0.5
 POLL_SECONDS = 0.005
+# How often to look after a server that is working, how long it may be silent, and how long a request may take before
+# another server is asked, too: this many seconds, and this many times as long as the slowest of the last requests.
+WATCH_SECONDS, SILENT_SECONDS = 5.0, 60.0
+LEAST_PATIENCE, PATIENCE, USUAL_REQUESTS = 60.0, 4, 64
 # If servers do not answer: the most failures per request, and the seconds between attempts to reach a server.
 MOST_FAILURES = 10
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
@@ -48,11 +53,19 @@ AHEAD = 256
 
 
 def require_capture(
-    url: str, settings: HookSettings, aux_layers: Sequence[int], command: str, longest: int | None = None
+    url: str,
+    settings: HookSettings,
+    aux_layers: Sequence[int],
+    command: str,
+    *,
+    dtype: str,
+    revision: str | None = None,
+    longest: int | None = None,
 ) -> None:
-    """Raises UserError unless the server at `url` captures what this job needs.
+    """Raises UserError unless the server at `url` captures what this job needs; it names all that is different.
 
     command: the command that starts such a server, for error messages
+    dtype, revision: with which the server should load the target
     longest: length of the longest sample in tokens
     """
     info = server_info(url, f"start it, for example: {command}")
@@ -78,14 +91,23 @@ def require_capture(
             f"{longest:,} tokens; start it with: {command}; or lower data.max_length"
         )
     layers = list(info.get("return_aux_hidden_state_layer_ids") or [])
-    actual = {**{name: info.get(name) for name in REQUIRED_SETTINGS}, **hook, "aux layers": layers}
-    required = {**REQUIRED_SETTINGS, "aux layers": list(aux_layers), **settings._asdict()}
-    for name, value in required.items():
-        if actual.get(name) != value:
-            raise SharedUserError(
-                f"target.servers: {url} was started with {name} {actual.get(name)!r}, but this recipe wants {value!r}; "
-                f"start it with: {command}"
-            )
+    loaded = {"dtype of the target": info.get("dtype"), "revision": info.get("revision"), "aux layers": layers}
+    actual = {**{name: info.get(name) for name in REQUIRED_SETTINGS}, **hook, **loaded}
+    required = {
+        **REQUIRED_SETTINGS,
+        **settings._asdict(),
+        "dtype of the target": dtype,
+        "revision": revision,
+        "aux layers": list(aux_layers),
+    }
+    different = {name: (actual.get(name), value) for name, value in required.items() if actual.get(name) != value}
+    different |= other_numbers(info, ask(url, "/model_info"))
+    if different:
+        told = ", ".join(f"{name} {value!r} (here: {wanted!r})" for name, (value, wanted) in different.items())
+        raise SharedUserError(
+            f"target.servers: {url} was started with other settings than this recipe's: {told}; start it with: "
+            f"{command}"
+        )
 
 
 class Request(NamedTuple):
@@ -93,15 +115,18 @@ class Request(NamedTuple):
 
     ticket: Ticket
     ids: Tensor  # [T], token ids of the sample
+    wanted: WantedRows | None  # None: all rows
     there: "Future[None]"  # done when the sample is in the spool; its exception is a UserError
     failures: int = 0  # how many times a server did not answer it
+    slow: str | None = None  # a server that has been asked, and takes too long
 
 
 class Servers:
     """A queue of requests; each server works on up to `in_flight` of them at a time.
 
-    A server that does not answer gets a few seconds to come back. Then it is dropped, which is reported through
-    `report`, and the others take over its requests. If no server is left, all requests fail.
+    A server that fails gets a few seconds to come back, and one that is silent SILENT_SECONDS. Then it is dropped,
+    which is reported through `report`, and the others take over its requests. If no server is left, all requests fail.
+    If a request takes much longer than usual, another server is asked, too, and the first answer counts.
     """
 
     def __init__(
@@ -110,66 +135,127 @@ class Servers:
         assert urls
         self.folder, self.report = folder, report
         self.waiting: deque[Request] = deque()
+        self.asked: dict[tuple[str, Ticket], tuple[Request, float]] = {}  # by server; with the time of asking
+        self.seconds: deque[float] = deque(maxlen=USUAL_REQUESTS)  # that the last requests took
         self.changed = threading.Condition()
         self.live = set(urls)
         self.closed = self.rows_came = False
         self.failure: str | None = None
+        # Called with a ticket whose sample came again, after another server's.
+        self.discard: Callable[[Ticket], None] = lambda ticket: None
         for url in urls:
-            for _ in range(in_flight):
-                threading.Thread(target=self._serve, args=(url,), name=f"ask {url}", daemon=True).start()
+            for work in (self._watch, *[self._serve] * in_flight):
+                threading.Thread(target=work, args=(url,), name=f"ask {url}", daemon=True).start()
 
     def request(self, request: Request) -> None:
-        """Queue a request. One that has failed before goes to the front."""
+        """Queue a request. One that was asked before goes to the front."""
         with self.changed:
             if self.failure:
-                request.there.set_exception(SharedUserError(self.failure))
+                self._finish(request, SharedUserError(self.failure))
                 return
-            enqueue = self.waiting.appendleft if request.failures else self.waiting.append
+            enqueue = self.waiting.appendleft if request.failures or request.slow else self.waiting.append
             enqueue(request)
-            self.changed.notify()
+            self.changed.notify_all()
 
     def close(self) -> None:
         with self.changed:
             self.closed = True
             self.changed.notify_all()
 
-    def _serve(self, url: str) -> None:
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: self.closed or self.waiting or url not in self.live)
-                if self.closed or url not in self.live:
-                    return
-                request = self.waiting.popleft()
-            try:
-                self._fetch(url, request)
-                request.there.set_result(None)
-            except UserError as error:
+    def _finish(self, request: Request, error: Exception | None = None) -> None:
+        try:
+            if error:
                 request.there.set_exception(error)
+            else:
+                request.there.set_result(None)
+        except InvalidStateError:  # another server was faster
+            self.discard(request.ticket)
+
+    def _next(self, url: str) -> Request | None:
+        """Waits for a request that this server may take. None if it is to end."""
+
+        def fitting() -> Request | None:
+            return next((request for request in self.waiting if request.slow != url), None)
+
+        with self.changed:
+            self.changed.wait_for(lambda: self.closed or url not in self.live or fitting())
+            if self.closed or url not in self.live:
+                return None
+            request = fitting()
+            self.waiting.remove(request)
+            self.asked[url, request.ticket] = request, time.monotonic()
+            return request
+
+    def _serve(self, url: str) -> None:
+        while request := self._next(url):
+            try:
+                if not request.there.done():
+                    self._fetch(url, request)
+                self._finish(request)
+            except UserError as error:
+                self._finish(request, error)
             except OSError as error:
+                if url not in self.live:  # it was silent, and others have taken over
+                    return
                 self._again(url, request, error)
                 if not self._comes_back(url):
                     self._leave_out(url, error)
                     return
             except Exception as error:  # otherwise its caller would wait forever
-                request.there.set_exception(
-                    UserError(f"{url}: {error!r}; this is a bug in this project, please report it")
-                )
+                self._finish(request, UserError(f"{url}: {error!r}; this is a bug in this project, please report it"))
                 raise
+            finally:
+                with self.changed:
+                    _, began = self.asked.pop((url, request.ticket), (None, None))
+            if began is not None:
+                self.seconds.append(time.monotonic() - began)
+
+    def _watch(self, url: str) -> None:
+        """Looks after a server while it works: drops it if it is silent, and asks another one, too, if it is slow."""
+        heard = time.monotonic()
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self.closed or url not in self.live, WATCH_SECONDS)
+                if self.closed or url not in self.live:
+                    return
+                asked = [entry for (server, _), entry in self.asked.items() if server == url]
+                others = len(self.live) > 1
+            if not asked:
+                heard = time.monotonic()
+                continue
+            try:
+                ask(url, "/model_info", timeout=SILENT_SECONDS / 3)
+                heard = time.monotonic()
+            except (OSError, UserError) as error:
+                if time.monotonic() - heard > SILENT_SECONDS:
+                    self._leave_out(url, error)
+                    return
+            patience = max(LEAST_PATIENCE, PATIENCE * max(self.seconds, default=0.0))
+            for request, began in asked if others else ():
+                if request.slow is None and time.monotonic() - began > patience:
+                    slow = request._replace(slow=url)
+                    with self.changed:
+                        self.asked[url, request.ticket] = slow, began
+                    self.request(slow)
 
     def _again(self, url: str, request: Request, error: OSError) -> None:
         request = request._replace(failures=request.failures + 1)
         if request.failures < MOST_FAILURES:
             self.request(request)
             return
-        request.there.set_exception(
+        self._finish(
+            request,
             UserError(
                 f"{url}: gave no answer to a sample of {request.ticket.tokens:,} tokens, for the {MOST_FAILURES}th "
                 f"time ({error}); look at the server's log, and lower target.memory_fraction or the sample's length"
-            )
+            ),
         )
 
     def _fetch(self, url: str, request: Request) -> None:
         ticket = request.ticket
+        if request.wanted:
+            with writing(self.folder.parent, REMEDY):
+                request.wanted.leave(self.folder, ticket)
         body = {
             "rid": ticket.text,
             "input_ids": request.ids.tolist(),
@@ -218,15 +304,17 @@ class Servers:
             if url not in self.live or self.closed:
                 return
             self.live.discard(url)
+            asked = [request for (server, _), (request, _) in self.asked.items() if server == url]
             if self.live:
                 self.report(Warned(f"{url} does not answer ({error}): left out; {len(self.live)} servers remain"))
+                self.waiting.extendleft(request._replace(slow=url) for request in asked if request.slow is None)
             else:
                 self.failure = (
                     f"target.servers: no server is left ({url}: {error}); start one and continue: capture.py goes on "
                     "where it stopped, train.py does with --resume"
                 )
-                for request in self.waiting:
-                    request.there.set_exception(SharedUserError(self.failure))
+                for request in (*self.waiting, *asked):
+                    self._finish(request, SharedUserError(self.failure))
                 self.waiting.clear()
             self.changed.notify_all()
 
@@ -255,17 +343,18 @@ class Producer:
         self.samples: dict[Ticket, tuple[Future[None], int]] = {}
         self.lock = threading.Lock()
         self.closed = False
+        servers.discard = self._discard
         if readers:
             threading.Thread(target=self._reap, name="reap", daemon=True).start()
 
-    def ask(self, ticket: Ticket, ids: Tensor, size: int) -> "Future[None]":
-        """Request a sample of `size` bytes. The future is done when the sample is in the spool. Raises UserError if the
-        sample can never fit."""
+    def ask(self, ticket: Ticket, ids: Tensor, wanted: WantedRows | None, size: int) -> "Future[None]":
+        """Request a sample, of which the wanted rows take `size` bytes. The future is done when the sample is in the
+        spool. Raises UserError if the sample can never fit."""
         require_room(ticket.tokens, size, self.most_bytes)
         future: Future[None] = Future()
         future.add_done_callback(partial(self._tell_readers, ticket))
         with self.lock:
-            self.backlog.append((Request(ticket, ids, future), size))
+            self.backlog.append((Request(ticket, ids, wanted, future), size))
             self._use_room()
         return future
 
@@ -275,6 +364,13 @@ class Producer:
         with self.lock:
             self.samples.pop(ticket, None)
             self._use_room()
+
+    def _discard(self, ticket: Ticket) -> None:
+        """Delete a sample that came again, unless it is in use."""
+        with self.lock:
+            in_use = ticket in self.samples
+        if not in_use:
+            self.spool.remove(ticket, self.readers)
 
     def close(self) -> None:
         self.closed = True
@@ -310,15 +406,10 @@ class Producer:
             time.sleep(POLL_SECONDS)
 
 
-def spool_bytes(encoding: Encoding, tokens: int) -> int:
-    """Size of a sample in the spool, without its index and tables, which take a few bytes per chunk."""
-    return DATA_START + round(tokens * token_bytes(encoding))
-
-
 class SGLangTarget:
     """A `Target` that running servers compute. Hidden states come through a spool, in the spool's number format.
 
-    encoding: how rows are encoded in the spool
+    encoding: how rows are encoded in the spool; its window and steps say which rows of a sample `arriving` gets
     producer: must have no other readers
 
     Raises UserError if the servers refuse a request.
@@ -336,23 +427,30 @@ class SGLangTarget:
 
     def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
         """See `Target.prefill`."""
-        results = {place: Rows.cat([*parts]) for place, parts in self.arriving(documents)}
+        arriving = self._arriving((ids, None) for ids in documents)
+        results = {place: Rows.cat([part.rows for part in parts]) for place, parts in arriving}
         return [results[place] for place in range(len(documents))]
 
-    def arriving(self, documents: Iterable[Tensor]) -> Iterator[tuple[int, Iterator[Rows]]]:
-        """Prefill documents (token ids [T] each) and yield their hidden states in the order in which they arrive.
+    def arriving(self, documents: Iterable[Document]) -> Iterator[tuple[int, Iterator[KeptRows]]]:
+        """Prefill documents and yield their hidden states in the order in which they arrive.
 
         Yields each document's index and its rows in parts, which must be read before the next document is taken. New
         documents are taken from the iterable as others finish.
         """
+        window, steps = self.encoding.window, self.encoding.ttt_steps
+        return self._arriving((each.ids, WantedRows(each.loss_mask, window, steps)) for each in documents)
+
+    def _arriving(
+        self, documents: Iterable[tuple[Tensor, WantedRows | None]]
+    ) -> Iterator[tuple[int, Iterator[KeptRows]]]:
         arrivals: queue.SimpleQueue[tuple[int, Ticket, Tensor, Future[None]]] = queue.SimpleQueue()
         outstanding, numbered_documents = 0, enumerate(documents)
         while True:
             while outstanding < AHEAD and (entry := next(numbered_documents, None)) is not None:
-                place, ids = entry
+                place, (ids, wanted) = entry
                 check_tokens(ids, place, self.vocab_size)
                 ticket = Ticket.of(self.producer.spool.job, f"{next(self._numbers):032x}", len(ids), time_asked=0)
-                future = self.producer.ask(ticket, ids, spool_bytes(self.encoding, len(ids)))
+                future = self.producer.ask(ticket, ids, wanted, spool_bytes(self.encoding, len(ids), wanted))
                 future.add_done_callback(lambda done, p=place, t=ticket, i=ids: arrivals.put((p, t, i, done)))
                 outstanding += 1
             if not outstanding:
@@ -366,6 +464,8 @@ class SGLangTarget:
             self.reader.forget(ticket)
             self.producer.release(ticket)
 
-    def _parts(self, location: Location) -> Iterator[Rows]:
+    def _parts(self, location: Location) -> Iterator[KeptRows]:
+        masks = self.reader.kept(location)
         for rows in torch.arange(location.entry.tokens).split(PART_ROWS):
-            yield self.reader.read(location, rows, rows)
+            seen, taught = (mask[rows] for mask in masks)
+            yield KeptRows(seen, taught, self.reader.read(location, rows[seen], rows[taught]))

@@ -1,6 +1,7 @@
 """Everything that depends on SGLang's version: flags, hook calls, and the format of its answers."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +37,32 @@ REQUIRED_SETTINGS: dict[str, Any] = {
     "pp_size": 1,
     "dp_size": 1,
 }
+# Settings that change what a server computes, with what they are unless someone asks for something else. SGLang may
+# choose another value for a target by itself (a checkpoint's own quantisation), which is then part of that target.
+SAME_NUMBERS: dict[str, tuple[Any, ...]] = {
+    "quantization": (None,),
+    "quantization_param_path": (None,),
+    "quantize_and_serve": (False,),
+    "modelopt_quant": (None,),
+    "rl_quant_profile": (None,),
+    "kv_cache_dtype": ("auto",),
+    "load_format": ("auto", "safetensors"),
+    "model_loader_extra_config": ({}, "{}"),
+    "custom_weight_loader": ([],),
+    "json_model_override_args": ({}, "{}"),
+    "lora_paths": (None, [], {}),
+    "enable_lora": (None, False),
+    "uno_lora_path": (None,),
+}
+# Decoder layers whose class leaves the residual stream out of what SGLang captures (sgl-project/sglang#39286). There, a
+# hook of ours reads it.
+WITHOUT_RESIDUAL = ("Gemma3DecoderLayer",)
+# Types of targets of which SGLang captures the layers that were asked for only if the first is 1, and otherwise those
+# before (deepseek_v2.py and glm4_moe_lite.py, set_eagle3_layers_to_capture).
+FIRST_IS_ONE = frozenset(
+    ("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_k25")
+)
+WEIGHT_VERSION = "default"  # until somebody replaces the weights of a running server
 
 
 class HookCall(NamedTuple):
@@ -48,14 +75,39 @@ class HookCall(NamedTuple):
     requests: list[tuple[str, int, int]]  # id, tokens in this call, tokens before it
 
 
-def require_captured(aux_layers: Sequence[int], num_layers: int) -> None:
-    """Raises UserError if SGLang cannot capture these layers: it captures a layer's input, and no layer takes the last
-    layer's output as input."""
+def require_captured(aux_layers: Sequence[int], num_layers: int, model_type: str) -> None:
+    """Raises UserError if SGLang cannot capture these layers, for this model_type of a target's config: it captures a
+    layer's input, and no layer takes the last layer's output as input."""
+    if model_type in FIRST_IS_ONE and aux_layers[0] != 1:
+        raise SharedUserError(
+            f"model.aux_layers: {list(aux_layers)}: for a {model_type}, SGLang takes each layer for the one before it, "
+            "here and when it serves the draft, unless the first is 1; begin with 1"
+        )
     if max(aux_layers) >= num_layers - 1:
         raise SharedUserError(
             f"model.aux_layers: {list(aux_layers)} has the last of the target's {num_layers} layers, whose output "
             f"SGLang does not capture, neither here nor when it serves the draft; name layers below {num_layers - 1}"
         )
+
+
+def other_numbers(info: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """For each setting with which a server computes something else than its checkpoint says: what it is, and what it
+    should be. info, model: its /server_info and /model_info."""
+    words = shlex.split(info.get("launch_command") or "--config")
+    different = {
+        name: (info.get(name), usual[0])
+        for name, usual in SAME_NUMBERS.items()
+        if info.get(name) not in usual and _asked(words, name)
+    }
+    for name, usual in (("weight_version", WEIGHT_VERSION), ("model_path", info.get("model_path"))):
+        if model.get(name, usual) != usual:
+            different[f"{name} (its weights were replaced)"] = (model[name], usual)
+    return different
+
+
+def _asked(words: Sequence[str], name: str) -> bool:
+    """Whether a command line may have set this. A file named by --config may set anything."""
+    return any(word.split("=")[0] in ("--config", "--" + name.replace("_", "-")) for word in words)
 
 
 def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[str]:
@@ -64,16 +116,23 @@ def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[st
 
     A radix-cache hit would skip rows, and a replayed CUDA graph runs no hooks.
     """
-    spec = {
-        "name": HOOK,
-        "target_modules": ["*logits_processor"],
-        "hook_factory": "eagle3.targets.sglang.hook:make",
-        "config": dict(hook),
-    }
+    specs = [
+        {
+            "name": HOOK,
+            "target_modules": ["*logits_processor"],
+            "hook_factory": "eagle3.targets.sglang.hook:make",
+            "config": dict(hook),
+        },
+        {
+            "name": f"{HOOK}-layers",
+            "target_modules": [f"{of}model.layers.{layer}" for of in ("", "language_model.") for layer in aux_layers],
+            "hook_factory": "eagle3.targets.sglang.hook:make_layer_hook",
+        },
+    ]
     return [
         *("--speculative-algorithm", "EAGLE3", "--enable-return-aux-hidden-states"),
         *("--return-aux-hidden-state-layer-ids", *map(str, aux_layers)),
-        *("--forward-hooks", json.dumps([spec])),
+        *("--forward-hooks", json.dumps(specs)),
         *("--disable-radix-cache", "--skip-tokenizer-init"),
         "--sleep-on-idle",  # otherwise its scheduler keeps a core busy while the server has nothing to do
         *("--cuda-graph-backend-prefill", "disabled", "--cuda-graph-backend-decode", "disabled"),
@@ -86,30 +145,56 @@ def hook_call(arguments: Sequence[Any]) -> HookCall | None:
     aux = rest[0] if rest else None
     if getattr(batch, "rids", None) is None or not batch.forward_mode.is_extend():
         return None
+    if ids is None:  # a class that calls its language model with embeddings
+        ids = batch.input_ids
     requests = list(zip(batch.rids, batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu, strict=True))
     return HookCall(ids, last, aux, head, requests)
 
 
-class Head(NamedTuple):
-    """This rank's shard of the lm_head."""
+class Ranks(NamedTuple):
+    """The tensor-parallel ranks of a server."""
 
-    group: ProcessGroup
+    devices: ProcessGroup
+    hosts: ProcessGroup  # the same ranks; exchanges what is on the host
+
+
+def tensor_ranks() -> Ranks:
+    from sglang.srt.distributed import get_tp_group
+
+    return Ranks(get_tp_group().device_group, get_tp_group().cpu_group)
+
+
+def loaded_checkpoint() -> tuple[str, str | None]:
+    """Path or hub id, and revision, of what this server was told to load."""
+    from sglang.srt.runtime_context import get_server_args
+
+    settings = get_server_args()
+    return settings.model_path, settings.revision
+
+
+class Head(NamedTuple):
+    """This rank's part of the lm_head."""
+
     first_id: int  # token id of the first column
     valid: int  # how many columns are tokens; the rest are padding
     device: torch.device
+    whole: bool  # whether every rank has all columns
 
 
 def head_of(head: nn.Module) -> Head:
-    """This rank's shard, from SGLang's lm_head (a VocabParallelEmbedding)."""
-    shard = head.shard_indices
-    device = next(head.parameters()).device
-    return Head(head.tp_group.device_group, shard.org_vocab_start_index, shard.num_org_elements, device)
+    """This rank's part of SGLang's lm_head: a VocabParallelEmbedding or, if it is tied to an embedding that is on every
+    rank (Gemma-3), that one."""
+    shard, device = getattr(head, "shard_indices", None), next(head.parameters()).device
+    if shard is None or head.tp_size == 1:
+        tokens = len(head.weight) if shard is None else shard.num_org_elements
+        return Head(0, tokens, device, whole=True)
+    return Head(shard.org_vocab_start_index, shard.num_org_elements, device, whole=False)
 
 
 def plain_weight(head: nn.Module) -> Tensor | None:
     """The lm_head's matrix [V/tp, H]; None if the lm_head is quantised or has a bias."""
-    weight = getattr(head, "weight", None)
-    plain = type(head.quant_method).__name__ == "UnquantizedEmbeddingMethod" and getattr(head, "bias", None) is None
+    weight, method = getattr(head, "weight", None), type(getattr(head, "quant_method", None)).__name__
+    plain = method in ("NoneType", "UnquantizedEmbeddingMethod") and getattr(head, "bias", None) is None
     return weight if plain and weight is not None and weight.is_floating_point() else None
 
 

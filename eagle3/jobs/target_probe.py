@@ -1,0 +1,131 @@
+"""Whether SGLang servers compute what the target is: their hidden states of one short document, compared with those of
+transformers or of an earlier capture, and with one another."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from secrets import token_hex
+
+import torch
+from huggingface_hub import try_to_load_from_cache
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from eagle3.console import Say, waiting
+from eagle3.errors import SharedUserError, UserError
+from eagle3.jobs.job import Job, start_target
+from eagle3.parsing import parse_json
+from eagle3.states.rows import DraftLogits, LastHidden, Rows
+
+PROBE_TOKENS = 64
+# Bytes of the weights of a target that is loaded on the host for this alone.
+MOST_WEIGHTS = 20 * 2**30
+# How far a row of hidden states may be off, relative to its norm. Half precision rounds every layer's result, to 0.4%
+# of it; in fp32, sums are taken in another order.
+BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.05}
+# That many of the rows have to be within the bound: rounding may send a token to other experts, which later tokens see.
+SHARE = 0.25
+FILE = "probe.safetensors"
+
+
+def probe_document(vocab_size: int) -> Tensor:
+    """Token ids [PROBE_TOKENS], all different if the vocabulary is large enough."""
+    return (torch.arange(PROBE_TOKENS) * 7919 + 11) % vocab_size
+
+
+def own_probe(job: Job, say: Say) -> Rows | None:
+    """The document's rows by transformers, on the CPU; None if the target is too large to be loaded for this, is not on
+    this machine as a whole, or has no class there."""
+    size = _weight_bytes(job)
+    if size is None or size > MOST_WEIGHTS:
+        return None
+    facts = [job.fingerprint, job.recipe.model.target_dtype, list(job.aux_layers), job.recipe.target.teacher]
+    facts += [job.vocabulary.digest if job.recipe.target.teacher == "logits" else None, job.config.vocab_size]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    cached = job.recipe.data.cache_dir.expanduser() / "probes" / f"{key}.safetensors"
+    if (rows := read_probe(cached, job)) is not None:
+        return rows
+    with waiting(say, f"computing {PROBE_TOKENS} tokens with transformers, to check SGLang"):
+        try:
+            target = start_target(job, torch.device("cpu"), job.vocabulary)
+            (rows,) = target.prefill([probe_document(job.config.vocab_size)])
+        except UserError as error:
+            say(f"SGLang is not compared with transformers, which cannot run this target ({error})")
+            return None
+    write_probe(cached, rows)
+    return rows
+
+
+def require_same_target(probes: Iterable[tuple[str, Rows]], expected: Rows | None, of: str) -> Rows:
+    """Raises UserError unless all probes agree with `expected` or, if that is None, with the first of them. Returns
+    what they agree with.
+
+    probes: each with what computed it
+    of: what `expected` comes from
+    """
+    for name, rows in probes:
+        if expected is None:
+            expected, of = rows, name
+        for kind, error, bound in differences(rows, expected):
+            if not error <= bound:
+                raise SharedUserError(
+                    f"{name}: its hidden states are not those of {of} ({kind} is off by {error:.1%} in at least "
+                    f"{1 - SHARE:.0%} of {PROBE_TOKENS} tokens, bound {bound:.1%}); serve the checkpoint that "
+                    "model.target names, as launchers/capture.py --print-server says, or set "
+                    "target.backend=transformers"
+                )
+    return expected
+
+
+def differences(actual: Rows, expected: Rows) -> list[tuple[str, float, float]]:
+    """For auxiliary states and the teacher's values: name, error of the best SHARE of rows, and bound."""
+    results = []
+    for name in ("aux", "values"):
+        ours, theirs = actual.named()[name], expected.named()[name]
+        bound = max(BOUNDS[ours.dtype], BOUNDS[theirs.dtype])
+        ours, theirs = ours.double().cpu(), theirs.double().cpu()
+        errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+        results.append((name, float(errors.nan_to_num(nan=torch.inf).quantile(SHARE)), bound))
+    return results
+
+
+def read_probe(file: Path, job: Job) -> Rows | None:
+    """Rows that `write_probe` left; None if there are none."""
+    try:
+        tensors = load_file(file)
+        kind = DraftLogits if job.recipe.target.teacher == "logits" else LastHidden
+        return Rows(tensors.pop("aux"), kind(**tensors))
+    except (OSError, SafetensorError, KeyError, TypeError):
+        return None
+
+
+def write_probe(file: Path, rows: Rows) -> None:
+    """Leaves rows for later jobs, if possible: without them, they compare less or compute again."""
+    partial = file.with_name(f".{file.name}.{token_hex(4)}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: tensor.cpu().contiguous() for name, tensor in rows.named().items()}, partial)
+        partial.replace(file)
+    except (OSError, SafetensorError):
+        partial.unlink(missing_ok=True)
+
+
+def _weight_bytes(job: Job) -> int | None:
+    """Size of the target's weights; None unless all of them are on this machine."""
+
+    def local(file: str) -> Path | None:
+        if Path(job.target).is_dir():
+            return Path(job.target) / file
+        found = try_to_load_from_cache(job.target, file, revision=job.recipe.model.revision)
+        return Path(found) if isinstance(found, str) else None
+
+    index, files = local(SAFE_WEIGHTS_INDEX_NAME), [SAFE_WEIGHTS_NAME]
+    if index and index.exists():
+        files = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
+    paths = [local(file) for file in files]
+    if not all(path and path.exists() for path in paths):
+        return None
+    return sum(path.stat().st_size for path in paths)
