@@ -140,7 +140,7 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
         require_weights(recipe.model.target)
     here = captures and not options.check  # after --check, the capture may run on other machines
     if recipe.target.backend == "sglang" and here and not recipe.target.servers:
-        require_sglang("let transformers run the target: target.backend=transformers")
+        require_sglang("let transformers run the target: target.backend=transformers", recipe.target.allow_untested)
     if is_url(path or "") and (options.bind or not options.verify):
         raise SharedUserError(
             f"hidden_states.path: {path}: a store is written to a folder; name one, and copy it to the URL once it is "

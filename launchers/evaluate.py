@@ -239,7 +239,7 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
     if options.engine == "sglang":
         from eagle3.targets.sglang.installed import require_sglang
 
-        require_sglang("judge by transformers: --engine transformers")
+        require_sglang("judge by transformers: --engine transformers", recipe.target.allow_untested)
         tree_of(options, recipe)
 
 

@@ -32,8 +32,10 @@ from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.head import load_target_head
 from eagle3.targets.logits import TargetHead, summarize_teacher
+from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget, require_capture, require_room
 from eagle3.targets.sglang.hook import HookSettings
+from eagle3.targets.sglang.installed import SUPPORTED, is_tested
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
 from eagle3.targets.sglang.version import capture_flags, require_captured
 from eagle3.targets.transformers import TransformersTarget
@@ -141,6 +143,7 @@ def engine_options(inputs: Inputs) -> EngineOptions:
         kv_tokens=target.kv_tokens,
         attention=target.attention,
         chunk_tokens=recipe.hidden_states.prefill_tokens,
+        allow_untested=target.allow_untested,
     )
 
 
@@ -192,6 +195,7 @@ def _require_servers(job: Job) -> None:
             dtype=options.dtype,
             revision=options.revision,
             longest=job.longest,
+            allow_untested=options.allow_untested,
         )
 
 
@@ -217,7 +221,7 @@ def capture_target(job: Job, kept: Encoding, expected: Rows | None, processes: i
         store_probe = Path(job.recipe.hidden_states.path) / FILE
         of = "transformers" if expected is not None else "what the store was captured from"
         known = read_probe(store_probe, job) if expected is None else expected
-        agreed_rows = require_same_target(_probes(job, urls, spool, say), known, of)
+        agreed_rows = require_same_target(_probes(job, urls, expected, spool, say), known, of)
         if not store_probe.exists():
             write_probe(store_probe, agreed_rows)
         servers = Servers(urls, spool.path, target.in_flight, say)
@@ -250,10 +254,17 @@ def _devices(tensor: int) -> str | None:
     return ",".join(own)
 
 
-def _probes(job: Job, urls: Sequence[str], spool: Spool, say: Say) -> Iterator[tuple[str, Rows]]:
-    """Each server, and what it computes of the probe document."""
+def _probes(job: Job, urls: Sequence[str], expected: Rows | None, spool: Spool, say: Say) -> Iterator[tuple[str, Rows]]:
+    """Each server, and what it computes of the probe document. Raises UserError if there is nothing to compare that
+    with, and the server's SGLang was not tested."""
     encoding, document = hook_settings(job).encoding, probe_document(job.config.vocab_size)
     for url in urls:
+        release = str(ask(url, "/server_info").get("version"))
+        if expected is None and not is_tested(release):
+            raise SharedUserError(
+                f"target.allow_untested: {url} runs SGLang {release}, and this target cannot be computed with "
+                f"transformers here to check it; install {SUPPORTED}"
+            )
         servers = Servers([url], spool.path, 1, say)
         with closing(Producer(servers, spool, 2 * spool_bytes(encoding, PROBE_TOKENS), readers=0)) as producer:
             target = SGLangTarget(producer, encoding, vocab_size=job.config.vocab_size, aux_layers=job.aux_layers)
@@ -263,8 +274,8 @@ def _probes(job: Job, urls: Sequence[str], spool: Spool, say: Say) -> Iterator[t
 def _compare_servers(job: Job, say: Say) -> None:
     """Raises UserError unless the recipe's servers compute what the target is."""
     with Spool(hook_settings(job).spool, say) as spool:
-        probes = _probes(job, job.recipe.target.servers, spool, say)
-        require_same_target(probes, own_probe(job, say), "transformers")
+        expected = own_probe(job, say)
+        require_same_target(_probes(job, job.recipe.target.servers, expected, spool, say), expected, "transformers")
 
 
 @contextmanager

@@ -226,6 +226,9 @@ class Target(Section):
     )
     kv_tokens: Count | None = Field(None, description="tokens of its KV cache; default: what memory_fraction leaves")
     attention: str | None = Field(None, description="SGLang's attention backend; default: its own choice")
+    allow_untested: bool = Field(
+        False, description="try an SGLang newer than the tested ones, if it computes what transformers does"
+    )
     spool: LocalText = Field(
         default_factory=lambda: f"/dev/shm/eagle3-spool-{os.getuid()}",  # nobody else can take the name by accident
         description="folder where SGLang leaves rows for these processes, which all must see it; for one user only",

@@ -454,8 +454,14 @@ def test_an_sglang_that_was_not_proven_is_refused_with_the_range(version):
         require_supported(version, "http://host:30000")
 
 
-def test_the_proven_sglang_is_taken():
+def test_the_proven_sglang_is_taken_and_a_newer_one_if_that_is_allowed():
     require_supported("0.5.23", "here")
+    require_supported("0.6.0", "here", allow_untested=True)
+    for version in ("0.5.22", "unknown"):
+        with pytest.raises(UserError, match="for example pip install"):
+            require_supported(version, "here", allow_untested=True)
+    with pytest.raises(UserError, match="or try this one with target.allow_untested=true"):
+        require_supported("0.6.0", "here")
     require_supported("0.5.23.post1", "here")
 
 

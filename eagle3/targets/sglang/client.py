@@ -61,15 +61,17 @@ def require_capture(
     dtype: str,
     revision: str | None = None,
     longest: int | None = None,
+    allow_untested: bool = False,
 ) -> None:
     """Raises UserError unless the server at `url` captures what this job needs; it names all that is different.
 
     command: the command that starts such a server, for error messages
     dtype, revision: with which the server should load the target
     longest: length of the longest sample in tokens
+    allow_untested: whether its SGLang may be newer than those that were tested
     """
     info = server_info(url, f"start it, for example: {command}")
-    require_supported(str(info.get("version")), url)
+    require_supported(str(info.get("version")), url, allow_untested)
     hook = hook_settings(info)
     if hook is None:
         raise SharedUserError(
