@@ -13,8 +13,10 @@ A Llama with random weights prefills the same documents in five ways, which take
 - `store`: the rows of `all` are written to a store.
 
 The goals are 0.95 of plain's rate for 30% and 0.88 for all, in processor time. A capture computes the logits of every
-row that teaches, a prefill only the last row's; computing those of all rows alone is timed too. Both servers run throughout, and sleep when idle. Processor seconds are
-those of the server's processes and, separately, of this process: on a shared CPU they say more than the clock.
+row that teaches, a prefill only the last row's; computing those of all rows alone is timed, too.
+
+Both servers run throughout, and sleep when idle. Processor seconds are those of the server's processes and, separately,
+of this process: on a shared CPU they say more than the clock.
 
 The default shape on a GPU is that of Llama-3.1-8B. On a CPU it is a small one: the lm_head's work is the same share of
 the layers' work, 8%, but there are some 30 times as many bytes of hidden states per operation. Needs an installed

@@ -54,10 +54,11 @@ class Case:
         self.recipe = write_recipe(folder, folder / "target")
         values = yaml.safe_load(self.recipe.read_text())
         values["data"]["max_length"] = 256
+        values["hidden_states"] = values.get("hidden_states", {}) | {"prefill_tokens": 32}  # fewer than samples have
         values["output"]["check_export"] = False  # tests/draft/test_sglang_export.py does
         values["target"] = {
             **{"backend": "sglang", "servers": [self.url], "attention": "intel_amx"},
-            **{"memory_fraction": 0.2, "kv_tokens": 4096, "spool": str(self.spool)},
+            **{"memory_fraction": 0.2, "kv_tokens": 4096, "spool": str(self.spool), "tensor": 2},
         }
         self.recipe.write_text(yaml.safe_dump(values))
 
@@ -80,7 +81,7 @@ def case(tmp_path_factory):
     settings = dict(word.split("=", 1) for word in words[: words.index("python")])
     command = [sys.executable, *words[words.index("python") + 1 :]]
     command[command.index("--port") + 1] = live.url.rpartition(":")[2]
-    with cpu_environment():
+    with cpu_environment(tensor=2):
         server = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -141,14 +142,17 @@ def provenance_of(store: Path) -> dict:
     return json.loads((store / MANIFEST).read_text())["provenance"]
 
 
-def test_live_training_with_ulysses_follows_a_run_from_a_store(case, stored):
+@pytest.mark.parametrize("layout", ["ulysses=2", "ring=2 tensor=2", ""], ids=["ulysses", "ring-tensor", "data"])
+def test_live_training_in_any_layout_follows_a_run_from_a_store(case, stored, layout):
+    """The target has two tensor-parallel ranks, whatever the draft has."""
+    sizes, folder = layout.split(), case.folder / "-".join(["live", *layout.split()])
     process = launch(
-        *deepspeed(2),
-        *("launchers/train.py", "--recipe", str(case.recipe)),
-        *(*DEEPSPEED, "parallelism.ulysses=2", f"output.dir={case.folder}/live2", "target.spool_gib=0.0005"),
+        *deepspeed(4 if len(sizes) == 2 else 2),
+        *("launchers/train.py", "--recipe", str(case.recipe), *DEEPSPEED),
+        *(*(f"parallelism.{size}" for size in sizes), f"output.dir={folder}", "target.spool_gib=0.001"),
     )
     finish(process)
-    require_same_course(metrics(case.folder / "live2"), stored)
+    require_same_course(metrics(folder), stored)
     assert left_in(case.spool) == []
 
 

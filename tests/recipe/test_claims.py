@@ -53,7 +53,8 @@ def shown() -> dict[Claim, set[str]]:
         "chat_template": {recipe for recipe in masked & every if origins[recipe]["chat_template"]["source"]},
         "training": cases_of(test_families.test_the_recipe_captures_trains_and_exports, "family"),
         "serving": {recipe for recipe in listed if architecture(recipe) in EAGLE3_TARGETS}
-        & cases_of(test_sglang_families.test_the_draft_of_every_recipe_is_taken_whole, "recipe"),
+        & cases_of(test_sglang_families.test_the_draft_of_every_recipe_is_taken_whole, "recipe")
+        - {"gemma-3-27b"},  # SGLang feeds it states without the residual stream (docs/sglang.md)
         "capture": {recipe for recipe in every if architecture(recipe) in captured},
         "weights": set(),
     }
