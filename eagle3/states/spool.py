@@ -21,7 +21,6 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple, Self
@@ -36,7 +35,16 @@ from eagle3.states.capture import token_bytes
 from eagle3.states.rows import Rows
 from eagle3.states.store.files import LocalFiles
 from eagle3.states.store.reader import HiddenStateStore, Location, RowRequest
-from eagle3.states.store.shard import DATA_START, Encoding, ShardIndex, hold, index_name, kept_rows, taught_rows
+from eagle3.states.store.shard import (
+    DATA_START,
+    Encoding,
+    ShardIndex,
+    hold,
+    index_name,
+    kept_rows,
+    seen_rows,
+    taught_rows,
+)
 
 LOCK = "owner.lock"
 HELD = b"held\n"
@@ -96,6 +104,16 @@ class WantedRows(NamedTuple):
     window: int | None = None  # None: all rows
     ttt_steps: int | None = None
 
+    @property
+    def seen(self) -> Tensor:
+        """[T] bool: rows whose auxiliary states are wanted."""
+        return seen_rows(self.loss_mask, self.window, self.ttt_steps)
+
+    @property
+    def taught(self) -> Tensor:
+        """[T] bool: rows whose predictions are wanted."""
+        return taught_rows(self.loss_mask)
+
     def leave(self, folder: Path, ticket: Ticket) -> None:
         """Write this to a job's folder."""
         edges = torch.nn.functional.pad(self.loss_mask.to(torch.int8), (1, 1)).diff().nonzero().flatten().tolist()
@@ -120,8 +138,7 @@ def spool_bytes(encoding: Encoding, tokens: int, wanted: WantedRows | None = Non
     that are wanted; None: all."""
     shares = (1.0, 1.0)
     if wanted is not None:
-        kept = replace(encoding, window=wanted.window, ttt_steps=wanted.ttt_steps).seen_rows(wanted.loss_mask)
-        shares = (float(taught_rows(wanted.loss_mask).float().mean()), float(kept.float().mean()))
+        shares = (float(wanted.taught.float().mean()), float(wanted.seen.float().mean()))
     return DATA_START + round(tokens * token_bytes(encoding, *shares))
 
 

@@ -148,6 +148,11 @@ class ShardSummary(NamedTuple):
         return TeacherSummary(best, peaks[1] + total.log())
 
 
+def local_columns(draft_ids: Tensor, first_id: int, valid: int) -> Tensor:
+    """The columns [n] int64 of a shard that are draft tokens, ascending. For the arguments see `DraftColumns.of`."""
+    return draft_ids[(draft_ids >= first_id) & (draft_ids < first_id + valid)] - first_id
+
+
 @dataclass(frozen=True)
 class DraftColumns:
     """Where the draft vocabulary's columns are in vocabulary shards of the logits."""
@@ -166,7 +171,7 @@ class DraftColumns:
 
         Shards must be in rank order, as in SGLang and Megatron-core.
         """
-        local = draft_ids[(draft_ids >= first_id) & (draft_ids < first_id + valid)] - first_id
+        local = local_columns(draft_ids, first_id, valid)
         shard_info = torch.tensor([first_id, valid, len(local)], device=draft_ids.device)
         all_info = [torch.empty_like(shard_info) for _ in range(group.size())]
         dist.all_gather(all_info, shard_info, group=group)

@@ -21,8 +21,9 @@ from eagle3.states.rows import Rows
 from eagle3.states.spool import GONE, HELD, LOCK, RESERVE, Spool, SpoolReader, Ticket, WantedRows, spool_bytes, sweep
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.sglang.client import Producer, Servers
-from eagle3.targets.sglang.hook import HookSettings, Share, SpoolWriter, Wanted
+from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import require_supported
+from eagle3.targets.sglang.spool_writer import Selection, Share, SpoolWriter
 from eagle3.targets.sglang.version import require_captured
 from eagle3.text.samples import Sample
 
@@ -45,7 +46,7 @@ def hook_writer(spool: Spool) -> SpoolWriter:
 def share_of(ticket: Ticket, start: int, stop: int, rows: WantedRows | None = None) -> Share:
     """Rows [start, stop) of a sample, of which the job wants these `rows`."""
     encoding = HookSettings("spool", "float32", "target", HIDDEN).encoding
-    return Share(ticket, 0, 0, start, Wanted.of(rows, ticket.tokens, encoding)[start:stop])
+    return Share(ticket, 0, 0, start, Selection.of(rows, ticket.tokens, encoding)[start:stop])
 
 
 def feed(writer: SpoolWriter, ticket: Ticket, one: Sample, states: Rows, cuts: list[int]) -> None:

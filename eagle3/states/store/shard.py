@@ -75,8 +75,6 @@ class Encoding:
 
     def seen_rows(self, loss_mask: Tensor) -> Tensor:
         """Mask of a sample's rows whose auxiliary states are kept: bool [T]."""
-        if self.window is None:
-            return torch.ones(len(loss_mask), dtype=torch.bool)
         return seen_rows(loss_mask, self.window, self.ttt_steps)
 
     def codec_of(self, name: str) -> CodecName:
@@ -195,13 +193,16 @@ def taught_rows(loss_mask: Tensor) -> Tensor:
     return torch.cat((torch.zeros(1, dtype=torch.bool), loss_mask[:-1].bool()))
 
 
-def seen_rows(loss_mask: Tensor, window: int, steps: int) -> Tensor:
+def seen_rows(loss_mask: Tensor, window: int | None, steps: int | None) -> Tensor:
     """Mask of the rows whose auxiliary states a draft with this window reads in an unroll of this many steps: bool [T].
+    Without a window, all rows.
 
     The mask does not depend on rank or layout. As in `plan_sequence` for supervised queries, queries begin up to
     steps - 1 rows before a supervised row that has a successor, and each sees up to window - 1 rows before its own. The
     first row is included, because a rank that has no part of a stream reads it.
     """
+    if window is None:
+        return torch.ones(len(loss_mask), dtype=torch.bool)
     supervised = torch.cat((loss_mask[:-1].bool(), torch.zeros(1, dtype=torch.bool)))
     totals = torch.nn.functional.pad(supervised.cumsum(0), (1, 0))  # supervised rows before each row, then of all
     stops = (torch.arange(len(loss_mask)) + window + steps - 1).clamp(max=len(loss_mask))

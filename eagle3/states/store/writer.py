@@ -265,10 +265,12 @@ class ShardWriter:
         self.begin(sample_id)
         for part in parts:
             rows = slice(self.sample.tokens, self.sample.tokens + part.tokens)
-            kept = part if isinstance(part, KeptRows) else part.kept(seen[rows], taught[rows])
-            same = torch.equal(kept.seen, seen[rows]) and torch.equal(kept.taught, taught[rows])
-            assert same, f"{sample_id}: other rows than this store keeps"
-            self.append(ids[rows], loss_mask[rows], kept)
+            if isinstance(part, KeptRows):
+                same = torch.equal(part.seen, seen[rows]) and torch.equal(part.taught, taught[rows])
+                assert same, f"{sample_id}: other rows than this store keeps"
+            else:
+                part = part.kept(seen[rows], taught[rows])
+            self.append(ids[rows], loss_mask[rows], part)
         tokens = self.sample.tokens
         assert tokens == len(ids) == len(loss_mask) > 0, f"{sample_id}: {tokens} rows of {len(ids)} tokens"
         self.end()

@@ -138,7 +138,7 @@ class Servers:
         self.folder, self.report = folder, report
         self.waiting: deque[Request] = deque()
         self.asked: dict[tuple[str, Ticket], tuple[Request, float]] = {}  # by server; with the time of asking
-        self.seconds: deque[float] = deque(maxlen=USUAL_REQUESTS)  # that the last requests took
+        self.seconds: deque[float] = deque(maxlen=USUAL_REQUESTS)  # that the last answers took
         self.changed = threading.Condition()
         self.live = set(urls)
         self.closed = self.rows_came = False
@@ -190,9 +190,11 @@ class Servers:
 
     def _serve(self, url: str) -> None:
         while request := self._next(url):
+            began = time.monotonic()
             try:
                 if not request.there.done():
                     self._fetch(url, request)
+                    self.seconds.append(time.monotonic() - began)
                 self._finish(request)
             except UserError as error:
                 self._finish(request, error)
@@ -208,9 +210,7 @@ class Servers:
                 raise
             finally:
                 with self.changed:
-                    _, began = self.asked.pop((url, request.ticket), (None, None))
-            if began is not None:
-                self.seconds.append(time.monotonic() - began)
+                    self.asked.pop((url, request.ticket), None)
 
     def _watch(self, url: str) -> None:
         """Looks after a server while it works: drops it if it is silent, and asks another one, too, if it is slow."""

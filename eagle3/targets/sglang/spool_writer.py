@@ -1,0 +1,216 @@
+"""Writes what a forward captured into a job's spool, inside SGLang, from threads of its own."""
+
+import logging
+import shutil
+import threading
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from secrets import token_hex
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from eagle3.durable import writing
+from eagle3.states.rows import KeptRows, Rows
+from eagle3.states.spool import REMEDY, Ticket, WantedRows, fail, is_own_folder, spool_bytes
+from eagle3.states.store.shard import Encoding, index_name
+from eagle3.states.store.writer import ShardWriter
+
+ENCODING_THREADS = 2
+# Most bytes that one writer may have queued for the spool; beyond that, the forward waits.
+MOST_WAITING = 1 << 30
+
+logger = logging.getLogger(__name__)
+
+
+class Selection(NamedTuple):
+    """The rows that a job wants of n tokens."""
+
+    loss_mask: Tensor  # [n] bool
+    seen: Tensor  # [n] bool: rows whose auxiliary states are wanted
+    taught: Tensor  # [n] bool: rows whose predictions are wanted
+    encoding: Encoding  # of the sample's shard
+    sizes: tuple[int, int]  # bytes of that shard, and of the teacher's values in it
+
+    @classmethod
+    def of(cls, rows: WantedRows | None, tokens: int, encoding: Encoding) -> Self:
+        size, taught = spool_bytes(encoding, tokens, rows), torch.ones(tokens, dtype=torch.bool)
+        mask, seen = ~taught, taught
+        if rows is not None:
+            encoding = replace(encoding, window=rows.window, ttt_steps=rows.ttt_steps)
+            mask, seen, taught = rows.loss_mask, rows.seen, rows.taught
+        values = int(taught.sum()) * encoding.width("last") * encoding.number_format.itemsize
+        return cls(mask, seen, taught, encoding, (size, values))
+
+    def __getitem__(self, rows: slice) -> Self:
+        return self._replace(loss_mask=self.loss_mask[rows], seen=self.seen[rows], taught=self.taught[rows])
+
+
+class Share(NamedTuple):
+    """The rows of one request in a forward."""
+
+    ticket: Ticket
+    owner: int  # the rank that writes them; every rank has all hidden states
+    start: int  # where they begin among the forward's tokens
+    first_row: int  # where they begin in the sample
+    wanted: Selection
+
+    def places(self, mask: Tensor) -> Tensor:
+        """Where the rows of a mask [n] are among the forward's tokens."""
+        return mask.nonzero().flatten() + self.start
+
+
+class SpoolWriter:
+    """Writes rows from one thread, in the order in which they arrive. Only complete samples appear in a job's
+    folder."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self.folder, self.dtype = folder, dtype
+        self.open: dict[Ticket, SampleShard] = {}
+        self.waiting = 0
+        self.room = threading.Condition()
+        self.encoders = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="spool-encode")
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="spool", initializer=partial(_use_device, _device()))
+        self.copies: torch.cuda.Stream | None = None  # made with the first rows on a GPU
+
+    def take(self, share: Share, ids: Tensor, rows: Rows) -> None:
+        """Queue the wanted rows of a share. Returns once their copy to the host is under way.
+
+        ids: [n], of all the share's tokens
+        """
+        event = None
+        if rows.aux.is_cuda:
+            self.copies = self.copies or torch.cuda.Stream(rows.aux.device)
+            self.copies.wait_stream(torch.cuda.current_stream(rows.aux.device))
+        with torch.cuda.stream(self.copies):  # none on a CPU
+            teacher = replace(rows.teacher, values=rows.teacher.values.to(self.dtype))
+            on_host, ids_on_host = Rows(rows.aux.to(self.dtype), teacher).map(_to_host), _to_host(ids)
+            if self.copies:
+                event = self.copies.record_event()
+        if self.copies:
+            for tensor in (ids, *rows.named().values()):  # whose memory the forward may use again after the copy
+                tensor.record_stream(self.copies)
+        size = sum(tensor.nbytes for tensor in on_host.named().values())
+        with self.room:
+            self.room.wait_for(lambda: not self.waiting or self.waiting + size <= MOST_WAITING)
+            self.waiting += size
+        self.thread.submit(self._deliver, share, ids_on_host, on_host, event, size)
+
+    def refuse(self, ticket: Ticket, reason: str) -> None:
+        """Tell the job why it will not get a sample, once what was queued before is written."""
+        self.thread.submit(self.give_up, ticket, reason)
+
+    def _deliver(self, share: Share, ids: Tensor, rows: Rows, event: torch.cuda.Event | None, size: int) -> None:
+        """Write rows that were queued.
+
+        event: recorded after the copies to the host; None if those are complete
+        size: size of the rows in bytes
+        """
+        try:
+            if event:
+                event.synchronize()
+            with writing(self.folder, REMEDY):
+                self._write(share, ids, rows)
+        except Exception as error:  # whatever went wrong, the job must be told
+            self.give_up(share.ticket, str(error) or repr(error))
+        finally:
+            with self.room:
+                self.waiting -= size
+                self.room.notify_all()
+
+    def _write(self, share: Share, ids: Tensor, rows: Rows) -> None:
+        ticket, first_row = share.ticket, share.first_row
+        job = self.folder / ticket.job
+        if first_row == 0 and ticket in self.open:  # SGLang has retracted the request and starts over
+            self.open.pop(ticket).discard()
+        for stale_ticket in [other for other in self.open if not (self.folder / other.job).is_dir()]:
+            self.open.pop(stale_ticket).discard()
+        if not self._there(job):  # the job has ended, or this machine does not share the folder
+            return
+        if ticket not in self.open:
+            if first_row:
+                if not (job / ticket.mark("failed")).exists():
+                    self.give_up(
+                        ticket,
+                        f"sglang: row {first_row} of a sample came first; start the server with --disable-radix-cache",
+                    )
+                return
+            self.open[ticket] = SampleShard(job, ticket, share.wanted, self.encoders)
+        shard = self.open[ticket]
+        if shard.sample.tokens != first_row:
+            self.give_up(ticket, f"sglang: rows {shard.sample.tokens} to {first_row} of a sample never came")
+            return
+        wanted = share.wanted
+        shard.append(ids, wanted.loss_mask, KeptRows(wanted.seen, wanted.taught, rows))
+        if shard.sample.tokens >= ticket.tokens:
+            shard.publish()
+            del self.open[ticket]
+
+    def _there(self, job: Path) -> bool:
+        """Whether a job is waiting there. The spool must be our own folder: a link in somebody else's could lead
+        anywhere."""
+        return is_own_folder(self.folder) and job.is_dir()
+
+    def give_up(self, ticket: Ticket, reason: str) -> None:
+        """Tell the job why it will not get a sample."""
+        logger.error("%s: %s", ticket.text, reason)
+        try:
+            if ticket in self.open:
+                self.open.pop(ticket).discard()
+            if self._there(job := self.folder / ticket.job):
+                fail(job, ticket, reason)
+        except Exception as error:  # again, whatever went wrong
+            logger.error("%s: the job cannot be told: %r", ticket.text, error)
+
+
+class SampleShard(ShardWriter):
+    """A sample being written to a job's folder. It is written in a separate folder, so that another server with the
+    same request cannot interfere, and then moved."""
+
+    def __init__(self, job: Path, ticket: Ticket, wanted: Selection, encoders: Executor) -> None:
+        self.job = job
+        folder = job / f"writing-{token_hex(6)}"
+        folder.mkdir()
+        try:
+            super().__init__(folder, ticket.shard, wanted.encoding, encoders, provenance_digest=None)
+            self.reserve(*wanted.sizes)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        self.begin(ticket.sample_id)
+
+    def publish(self) -> None:
+        self.end()
+        super().publish()
+        if (self.job / index_name(self.shard)).exists():  # another server was faster, and its sample may be in use
+            self.discard()
+            return
+        for name in (self.shard, index_name(self.shard)):  # the index last, since it marks the sample as complete
+            (self.folder / name).replace(self.job / name)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def discard(self) -> None:
+        super().discard()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _device() -> int | None:
+    """The GPU of this rank; None on a CPU."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def _use_device(device: int | None) -> None:
+    """In a thread of this rank, whose GPU would otherwise be the first."""
+    if device is not None:
+        torch.cuda.set_device(device)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Copy to the host. A copy from a GPU is in pinned memory, and complete once an event recorded now completes."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
