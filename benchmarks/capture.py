@@ -33,6 +33,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,33 +158,18 @@ def running(
 ) -> Iterator[tuple[dict[str, Callable[[Sequence[Any]], None]], dict[str, int], Path]]:
     """Start the servers. Yields, for each way, a function that prefills documents and the process id of its server; and
     the job's folder in the spool."""
-    import torch
-    from transformers import LlamaConfig
-
     from eagle3.states.spool import Spool
-    from eagle3.states.store.writer import StoreWriter
     from eagle3.targets.aux_layers import default_aux_layers
     from eagle3.targets.checkpoint import fingerprint
     from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget
     from eagle3.targets.sglang.hook import HookSettings
     from eagle3.targets.sglang.server import EngineOptions, SGLangServer
     from eagle3.targets.sglang.version import capture_flags, decoding_flags
-    from eagle3.text.samples import Sample
 
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
         spool_folder = stack.enter_context(tempfile.TemporaryDirectory(dir=options.spool, prefix="capture-"))
-        LlamaConfig(
-            architectures=["LlamaForCausalLM"],
-            vocab_size=options.vocabulary,
-            hidden_size=options.hidden,
-            intermediate_size=options.intermediate,
-            num_hidden_layers=options.layers,
-            num_attention_heads=options.heads,
-            num_key_value_heads=options.kv_heads,
-            max_position_embeddings=2 * options.tokens,
-            tie_word_embeddings=False,
-        ).save_pretrained(work / "target")
+        save_config(options, work / "target")
         engine = EngineOptions(
             model=str(work / "target"),
             dtype=options.dtype,
@@ -206,33 +192,53 @@ def running(
         stack.callback(producer.close)
         target = SGLangTarget(producer, settings.encoding, vocab_size=options.vocabulary, aux_layers=layers)
 
-        def samples(documents: Sequence[torch.Tensor], way: str) -> list[Sample]:
-            mask = supervised(options, SHARES[way])
-            return [Sample(f"{place:032x}", ids, mask) for place, ids in enumerate(documents)]
-
-        def read(documents: Sequence[torch.Tensor], way: str) -> None:
-            for _, parts in target.arriving(samples(documents, way)):
-                rows = sum(part.tokens for part in parts)
-                assert rows == options.tokens, f"{rows} rows of a document of {options.tokens} tokens"
-
-        def store(documents: Sequence[torch.Tensor]) -> None:
-            asked = samples(documents, "store")
-            with (
-                tempfile.TemporaryDirectory(dir=work) as folder,
-                StoreWriter(folder, {}, settings.encoding) as writer,
-            ):
-                for place, parts in target.arriving(asked):
-                    writer.add(asked[place].id, asked[place].ids, asked[place].loss_mask, parts)
-
         ways = {
             "plain": lambda documents: prefill(plain.url, documents, options.in_flight),
             "unasked": lambda documents: prefill(capturing.url, documents, options.in_flight),
-            "30%": lambda documents: read(documents, "30%"),
-            "all": lambda documents: read(documents, "all"),
-            "store": store,
+            **capturing_ways(target, options, work),
         }
         pids = {way: (plain if way == "plain" else capturing).process.pid for way in WAYS}
         yield ways, pids, spool.path
+
+
+def save_config(options: argparse.Namespace, folder: Path) -> None:
+    """Writes the config of the target, whose weights the servers make up."""
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=options.vocabulary,
+        hidden_size=options.hidden,
+        intermediate_size=options.intermediate,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        num_key_value_heads=options.kv_heads,
+        max_position_embeddings=2 * options.tokens,
+        tie_word_embeddings=False,
+    ).save_pretrained(folder)
+
+
+def capturing_ways(target: Any, options: argparse.Namespace, work: Path) -> dict[str, Callable[[Sequence[Any]], None]]:
+    """The ways in which the capturing server's rows are used. work: a folder for stores."""
+    from eagle3.states.store.writer import StoreWriter
+    from eagle3.text.samples import Sample
+
+    def samples(documents: Sequence[Any], way: str) -> list[Sample]:
+        mask = supervised(options, SHARES[way])
+        return [Sample(f"{place:032x}", ids, mask) for place, ids in enumerate(documents)]
+
+    def read(documents: Sequence[Any], way: str) -> None:
+        for _, parts in target.arriving(samples(documents, way)):
+            rows = sum(part.tokens for part in parts)
+            assert rows == options.tokens, f"{rows} rows of a document of {options.tokens} tokens"
+
+    def store(documents: Sequence[Any]) -> None:
+        asked = samples(documents, "store")
+        with tempfile.TemporaryDirectory(dir=work) as folder, StoreWriter(folder, {}, target.encoding) as writer:
+            for place, parts in target.arriving(asked):
+                writer.add(asked[place].id, asked[place].ids, asked[place].loss_mask, parts)
+
+    return {"30%": partial(read, way="30%"), "all": partial(read, way="all"), "store": store}
 
 
 def prefill(url: str, documents: Sequence[Any], in_flight: int) -> None:

@@ -217,10 +217,7 @@ def _chooser(job: Job, topology: Topology, console: Console) -> ChooseKernels:
         """flash: the flash kernels in use, which a choice may change; earlier choices are then made again."""
         cache_dir = job.recipe.data.cache_dir.expanduser()
         choice = choose_kernels(Demand(**shape), topology.alone, topology.device, cache_dir, among=topology.sequence)
-        for warning in choice.warnings:
-            console.warn(f"long prompts: {warning}")
-        if choice.table:
-            console(f"kernels for long prompts, each held to the definition on this GPU: {choice.line}")
+        choice.tell(console, "long prompts: ")
         return choice.kernels.blocks
 
     return lambda **shape: chosen(flash_in_use(), **shape)

@@ -1,7 +1,7 @@
 """Supply a job's hidden states: from a target in these processes, SGLang servers, or a store."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -218,12 +218,7 @@ def capture_target(job: Job, kept: Encoding, expected: Rows | None, processes: i
         else:
             engine = SGLangServer(*_capture_engine(job), _devices(target.tensor), say)
             urls = [stack.enter_context(engine).url]
-        store_probe = Path(job.recipe.hidden_states.path) / FILE
-        of = "transformers" if expected is not None else "what the store was captured from"
-        known = read_probe(store_probe, job) if expected is None else expected
-        agreed_rows = require_same_target(_probes(job, urls, expected, spool, say), known, of)
-        if not store_probe.exists():
-            write_probe(store_probe, agreed_rows)
+        _compare_with_store(job, _probes(job, urls, expected, spool, say), expected)
         servers = Servers(urls, spool.path, target.in_flight, say)
         producer = stack.enter_context(closing(Producer(servers, spool, most, readers=0)))
         try:
@@ -269,6 +264,17 @@ def _probes(job: Job, urls: Sequence[str], expected: Rows | None, spool: Spool, 
         with closing(Producer(servers, spool, 2 * spool_bytes(encoding, PROBE_TOKENS), readers=0)) as producer:
             target = SGLangTarget(producer, encoding, vocab_size=job.config.vocab_size, aux_layers=job.aux_layers)
             yield f"target.servers: {url}" if job.recipe.target.servers else "SGLang", target.prefill([document])[0]
+
+
+def _compare_with_store(job: Job, probes: Iterable[tuple[str, Rows]], expected: Rows | None) -> None:
+    """Raises UserError unless all servers compute what is expected or, if that is not known, what the store was
+    captured from, which a new store remembers."""
+    file, of = Path(job.recipe.hidden_states.path) / FILE, "transformers"
+    if expected is None:
+        expected, of = read_probe(file, job), "what the store was captured from"
+    agreed_rows = require_same_target(probes, expected, of)
+    if not file.exists():
+        write_probe(file, agreed_rows)
 
 
 def _compare_servers(job: Job, say: Say) -> None:

@@ -191,10 +191,7 @@ def _choose_kernels(job: Job, run: _Run) -> Choice:
         choice = choose_kernels(
             demand, topology.alone, topology.device, job.recipe.data.cache_dir.expanduser(), training.kernels, before
         )
-    for warning in choice.warnings:
-        run.console.warn(warning)
-    if choice.table:
-        run.console(f"kernels, each held to the definition on this GPU: {choice.line}")
+    choice.tell(run.console)
     return choice
 
 

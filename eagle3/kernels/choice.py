@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from eagle3.attention import block, cuda, plain
 from eagle3.attention.block import FLASH, BlockKernels, Kernel, block_candidates
+from eagle3.console import Console
 from eagle3.durable import file_digest, write_text
 from eagle3.errors import SharedUserError
 from eagle3.kernels import blocks, loss, proof
@@ -120,6 +121,13 @@ class Choice:
         """A line for each kernel that is wrong and therefore not used."""
         wrong = ((kind, each) for kind, verdicts in self.table.items() for each in verdicts if not each.right)
         return [f"kernel {each.kernel} is not used for {described(kind)}: {each.reason}" for kind, each in wrong]
+
+    def tell(self, console: Console, whose: str = "") -> None:
+        """Says what was chosen, if anything was tried, and warns of what is wrong. whose: a prefix."""
+        for warning in self.warnings:
+            console.warn(whose + warning)
+        if self.table:
+            console(f"{whose}kernels, each held to the definition on this GPU: {self.line}")
 
 
 def choose_kernels(
