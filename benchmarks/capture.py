@@ -181,7 +181,7 @@ def running(
         )
         settings = HookSettings(spool_folder, options.spool_dtype, fingerprint(work / "target"), options.hidden)
         layers = default_aux_layers(options.layers)
-        both = ["--load-format", "dummy", "--sleep-on-idle"]
+        both = ["--load-format", "dummy"]
         print("starting two servers", flush=True)
         plain = stack.enter_context(SGLangServer(engine, [*decoding_flags(), *both]))
         flags = capture_flags(layers, settings._asdict())

@@ -44,6 +44,8 @@ class Judgement:
     # See `example_texts`; empty if the engine does not say which drafts it accepted.
     examples: Sequence[dict[str, Any]] = ()
     window: Window = FULL  # the draft's
+    # Whether decoding with and without the draft took turns, so that their speeds can be compared on a busy machine.
+    same_load: bool = True
 
     def as_dict(self) -> dict[str, Any]:
         return self.trained.as_dict() | {
@@ -54,6 +56,7 @@ class Judgement:
             **asdict(self.sampling),
             **self.window._asdict(),
             "speed": self.speed._asdict(),
+            "same_load": self.same_load,
             "untrained": self.untrained and self.untrained.as_dict(),
             "examples": list(self.examples),
         }
@@ -77,7 +80,8 @@ class Judgement:
             self._comparison(),
             self._counts(),
             f"{speed.speculative:.1f} tokens/s, {speed.plain:.1f} without the draft: {speed.gain:.2f} times as fast "
-            f"(by {self.engine} {self.version}, one conversation at a time)",
+            f"(by {self.engine} {self.version}, one conversation at a time"
+            f"{'' if self.same_load else '; not measured under the same load'})",
         ]
 
     def _counts(self) -> str:

@@ -14,12 +14,14 @@ batch_result_processor.py and tokenizer_manager.py), and what follows from it:
 - SGLang's own `spec_accept_length` is the number of output tokens, including the prefill's and excluding those that
   were cut off, divided by the number of verifications. It differs slightly for short answers and is not used.
 
-One conversation is decoded at a time, so tokens per second are those of a single user.
+One conversation is decoded at a time, so tokens per second are those of a single user. Both servers run at once if they
+fit, and decode each conversation one after the other, so that a load that comes and goes slows both alike.
 """
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -33,11 +35,13 @@ from eagle3.evaluation.speculative import SpeculativeResult, Verdict, first_diff
 from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
 from eagle3.targets.sglang.version import (
+    CONTEXT_RESERVE,
     GreedyAnswer,
     cpu_attention_flags,
     decoding_flags,
     greedy_answer,
     greedy_request,
+    kv_tokens_of,
     scores_answer,
     scores_request,
     speculative_flags,
@@ -93,6 +97,11 @@ class Logits(NamedTuple):
     vocab_size: int  # logits per position
 
 
+class ServedResult(NamedTuple):
+    figures: SpeculativeResult
+    same_load: bool  # whether both servers ran at once, so that their speeds can be compared on a busy machine, too
+
+
 def judge_by_sglang(
     exported: Path,
     options: EngineOptions,
@@ -103,54 +112,110 @@ def judge_by_sglang(
     logits: Logits,
     window: int | None,
     report: Callable[[str], None],
-) -> SpeculativeResult:
-    """Decode all prompts (int64 [P]) with a server that has the draft in folder `exported`, then with one without.
+) -> ServedResult:
+    """Decode all prompts (int64 [P]) with a server that has the draft in folder `exported` and with one without: with
+    both in turn or, if they do not fit side by side, with one after the other.
 
     window: keys that a query of the draft sees; None for all
 
     Raises UserError if a server does not start or answer.
     """
     attention = [] if torch.cuda.is_available() or options.attention else cpu_attention_flags()
-    flags = [*decoding_flags(), *attention]
-    report("starting SGLang with the draft")
-    with SGLangServer(options, [*flags, *speculative_flags(str(exported), *tree, window)], report=report) as server:
-        speculative = decode_by_server(server, prompts, new_tokens, report)
-    result = count_drafted(speculative, tree.steps)
-    report(f"acceptance length {result.acceptance_length:.2f}; starting SGLang without the draft")
-    with SGLangServer(options, flags, report=report) as server:
-        plain = decode_by_server(server, prompts, new_tokens, report)
+    plain_flags = [*decoding_flags(), *attention]
+    draft_flags = [*plain_flags, *speculative_flags(str(exported), *tree, window)]
+    room = max(map(len, prompts)) + new_tokens + max(tree.tokens, CONTEXT_RESERVE)
+    with ExitStack() as stack:
+        servers = stack.enter_context(side_by_side(options, (draft_flags, plain_flags), room, report))
+        if servers:
+            speculative, plain = decode_in_turn(servers, prompts, new_tokens, report)
+            plain_server = servers[1]
+        else:
+            report("starting SGLang with the draft")
+            with SGLangServer(options, draft_flags, report=report) as server:
+                (speculative,) = decode_in_turn([server], prompts, new_tokens, report)
+            report("starting SGLang without the draft")
+            plain_server = stack.enter_context(SGLangServer(options, plain_flags, report=report))
+            (plain,) = decode_in_turn([plain_server], prompts, new_tokens, report)
+        figures = count_drafted(speculative, tree.steps)
         verdicts = [
-            compare_by_server(server, prompt, one.answer.tokens, other.answer.tokens, logits)
+            compare_by_server(plain_server, prompt, one.answer.tokens, other.answer.tokens, logits)
             for prompt, one, other in zip(prompts, speculative, plain, strict=True)
         ]
     for number, verdict in enumerate(verdicts, start=1):
         if verdict == "mismatch":
             report(Warned(f"SGLang: conversation {number} differs from plain decoding"))
-    return replace(
-        result,
+    figures = replace(
+        figures,
         identical=verdicts.count("identical"),
         ties=verdicts.count("tie"),
         mismatches=verdicts.count("mismatch"),
         seconds_plain=sum(each.seconds for each in plain),
     )
+    return ServedResult(figures, same_load=bool(servers))
 
 
-def decode_by_server(
-    server: SGLangServer, prompts: Sequence[Tensor], new_tokens: int, report: Callable[[str], None]
-) -> list[TimedAnswer]:
-    """Get greedy answers of up to `new_tokens`, one at a time, with the seconds that each took, prefill included."""
-    _generate(server, greedy_request(prompts[0].tolist(), min(new_tokens, WARM_UP_TOKENS)))
-    answers, progress = [], Progress(report, "decoding by SGLang", len(prompts), "conversations")
-    for number, prompt in enumerate(prompts, start=1):
-        start = time.perf_counter()
-        answer = greedy_answer(_generate(server, greedy_request(prompt.tolist(), new_tokens)))
-        answers.append(TimedAnswer(answer, time.perf_counter() - start))
-        if not answer.stopped and len(answer.tokens) < new_tokens:
-            raise UserError(
-                f"sglang: prompt {number} of {len(prompt)} tokens got {len(answer.tokens)} new tokens, not "
-                f"{new_tokens}: the server has no room for more; raise target.kv_tokens or target.memory_fraction, or "
-                "use shorter prompts"
+@contextmanager
+def side_by_side(
+    options: EngineOptions, flags: tuple[list[str], list[str]], room: int, report: Callable[[str], None]
+) -> Iterator[list[SGLangServer]]:
+    """Two servers that share the memory of `options`. Yields none, after a warning to `report`, if one of them does not
+    start, or has no room for a request of `room` tokens."""
+    whole = options.memory_fraction
+    # SGLang takes its share of what is free when it starts, and the first server has taken whole / 2 by then.
+    fractions = whole / 2, round(whole / (2 - whole), 3)
+    with ExitStack() as stack:
+        servers = []
+        try:
+            for number, (its_flags, fraction) in enumerate(zip(flags, fractions, strict=True), start=1):
+                report(f"starting SGLang {'with' if number == 1 else 'without'} the draft")
+                its_options = replace(options, memory_fraction=fraction)
+                servers.append(stack.enter_context(SGLangServer(its_options, its_flags, report=report)))
+                require_kv_room(servers[-1], room)
+        except UserError as error:
+            stack.close()
+            servers.clear()
+            report(
+                Warned(
+                    f"target.memory_fraction: {whole:g} of the memory does not hold SGLang with and without the draft "
+                    f"side by side ({error}); they run one after the other, so their speeds are not measured under "
+                    "the same load: to change that, raise target.tensor or adjust target.memory_fraction, of which "
+                    "each gets half"
+                )
             )
+        yield servers
+
+
+def require_kv_room(server: SGLangServer, tokens: int) -> None:
+    """Raises UserError if the server's KV cache cannot hold a request of so many tokens, prompt and answer."""
+    room = kv_tokens_of(_answer(server, "/server_info"))
+    if room < tokens:
+        raise UserError(f"sglang: its KV cache holds {room:,} tokens, a prompt and its answer take up to {tokens:,}")
+
+
+def decode_in_turn(
+    servers: Sequence[SGLangServer], prompts: Sequence[Tensor], new_tokens: int, report: Callable[[str], None]
+) -> list[list[TimedAnswer]]:
+    """Get greedy answers of up to `new_tokens`, one at a time, with the seconds that each took, prefill included.
+
+    Each prompt is answered by all servers, the first of which begins with every other prompt, the last with the rest.
+    Returns each server's answers.
+    """
+    for server in servers:
+        _answer(server, "/generate", greedy_request(prompts[0].tolist(), min(new_tokens, WARM_UP_TOKENS)))
+    answers: list[list[TimedAnswer]] = [[] for _ in servers]
+    progress = Progress(report, "decoding by SGLang", len(prompts), "conversations")
+    for number, prompt in enumerate(prompts, start=1):
+        turns = [*zip(servers, answers, strict=True)]
+        for server, its_answers in turns if number % 2 else reversed(turns):
+            start = time.perf_counter()
+            answer = greedy_answer(_answer(server, "/generate", greedy_request(prompt.tolist(), new_tokens)))
+            its_answers.append(TimedAnswer(answer, time.perf_counter() - start))
+            if not answer.stopped and len(answer.tokens) < new_tokens:
+                raise UserError(
+                    f"sglang: prompt {number} of {len(prompt)} tokens got {len(answer.tokens)} new tokens, not "
+                    f"{new_tokens}: the server has no room for more; raise target.kv_tokens or "
+                    "target.memory_fraction, or use shorter prompts"
+                )
         progress.at(number)
     return answers
 
@@ -204,15 +269,15 @@ def compare_by_server(
         return verdict
     sample = torch.linspace(0, logits.vocab_size - 1, min(SAMPLED_SCORES, logits.vocab_size)).long().tolist()
     request = scores_request([*prompt.tolist(), *plain[:first]], [tokens[first], plain[first], *sample])
-    scores, best = scores_answer(_generate(server, request))
+    scores, best = scores_answer(_answer(server, "/generate", request))
     spread = torch.tensor([*scores[2:], best])
     resolution = tie_resolution((spread - spread[:-1].mean()).to(logits.dtype), logits.layers)
     return "tie" if min(scores[:2]) >= best - float(resolution) else "mismatch"
 
 
-def _generate(server: SGLangServer, body: dict) -> dict:
+def _answer(server: SGLangServer, path: str, body: dict | None = None) -> dict:
     try:
-        return ask(server.url, "/generate", body, timeout=ANSWER_SECONDS)
+        return ask(server.url, path, body, timeout=ANSWER_SECONDS)
     except OSError as error:
         raise UserError(
             f"sglang: the server gave no answer ({error}): {server.last_words()}; lower target.memory_fraction, or "

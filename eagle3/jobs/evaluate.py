@@ -123,7 +123,7 @@ def judge_served(
     prompts_file: Path | None = None,
     window: int | None = None,
 ) -> Judgement:
-    """Like `judge`, but SGLang decodes: first a server with the draft, then one without it."""
+    """Like `judge`, but SGLang decodes: a server with the draft, and one without it."""
     evaluation, config = inputs.recipe.evaluation, inputs.config
     draft = read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
@@ -135,7 +135,7 @@ def judge_served(
         most = max(map(len, prompts)) + evaluation.new_tokens + room
         options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
     console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
-    result = judge_by_sglang(
+    served = judge_by_sglang(
         exported,
         options,
         prompts,
@@ -146,7 +146,16 @@ def judge_served(
         report=console,
     )
     windows = Window(window or draft.window, draft.window)
-    judgement = Judgement(result, None, "sglang", version("sglang"), tree.topk, tree.tokens, window=windows)
+    judgement = Judgement(
+        served.figures,
+        None,
+        "sglang",
+        version("sglang"),
+        tree.topk,
+        tree.tokens,
+        window=windows,
+        same_load=served.same_load,
+    )
     for line in judgement.lines():
         console.result(line)
     return judgement

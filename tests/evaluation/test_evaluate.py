@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -129,6 +130,9 @@ def test_what_people_read_names_engine_and_speed():
     document = judgement.as_dict()
     assert document["engine"] == "sglang" and document["speed"] == {"speculative": 30.0, "plain": 20.0}
     assert json.loads(json.dumps(document)) == document
+    assert document["same_load"] and "same load" not in lines[-1]
+    apart = replace(judgement, same_load=False)
+    assert not apart.as_dict()["same_load"] and "not measured under the same load" in apart.lines()[-1]
 
 
 @pytest.mark.parametrize(

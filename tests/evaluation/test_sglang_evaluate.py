@@ -53,3 +53,4 @@ def test_a_tree_is_lossless_and_its_figures_are_written(topology, tmp_path, monk
     shares = result["position_acceptance"]
     assert len(shares) == STEPS and 1 >= shares[0] >= shares[1] >= shares[2] > 0 and shares[2] < 1
     assert f"acceptance length {result['acceptance_length']:.2f}" in output and "tokens/s" in output
+    assert result["same_load"] and "same load" not in output

@@ -1,10 +1,13 @@
 """The two judges decode alike: SGLang's servers and transformers put out the same tokens and accept the same drafts."""
 
 import json
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from sglang_cpu.environment import sglang_environment
@@ -12,6 +15,7 @@ from sglang_cpu.targets import VOCABULARY, make_target
 from test_speculative import decode_speculatively, export_trained, speculative_greedy
 from torch import Tensor
 
+from eagle3.console import Warned
 from eagle3.draft.interchange import export_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
@@ -23,9 +27,13 @@ from eagle3.evaluation.sglang_judge import (
     TimedAnswer,
     compare_by_server,
     count_drafted,
-    decode_by_server,
+    decode_in_turn,
+    judge_by_sglang,
+    require_kv_room,
+    side_by_side,
 )
 from eagle3.evaluation.speculative import PlainOutput, SpeculativeOutput, SpeculativeResult, plain_greedy
+from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
 from eagle3.targets.sglang.version import GreedyAnswer, cpu_attention_flags, decoding_flags, speculative_flags
 from eagle3.targets.transformers import TransformersTarget, load_target
@@ -38,8 +46,8 @@ LOGITS = Logits(torch.float32, layers=6, vocab_size=VOCABULARY)
 
 @dataclass(frozen=True)
 class Decoded:
-    """What both engines decoded from the same prompts with the draft in `folder`. `plain` is the server without a
-    draft, which is still running."""
+    """What both engines decoded from the same prompts with the draft in `folder`. `drafting` and `plain` are the
+    servers with the draft and without, which are still running."""
 
     folder: Path
     target: TransformersTarget
@@ -49,7 +57,9 @@ class Decoded:
     own_result: SpeculativeResult
     served: list[TimedAnswer]
     served_plain: list[TimedAnswer]
+    drafting: SGLangServer
     plain: SGLangServer
+    generated: list[str]  # the URL of every request for tokens, in order
 
 
 def name_end(folder, token: int) -> None:
@@ -77,15 +87,19 @@ def decoded(topology, tmp_path_factory):
     draft, d2t, _ = load_draft(folder / "draft", target.weights(), topology.modules, torch.float32, cpu)
     lengths = {"draft_tokens": STEPS, "new_tokens": NEW_TOKENS}
 
-    options = engine_options(folder)
-    flags = [*decoding_flags(), *cpu_attention_flags()]
+    flags, generated = [*decoding_flags(), *cpu_attention_flags()], []
     chain = speculative_flags(str(folder / "draft"), *DraftTree.of(STEPS, 1, None))
+
+    def noted(url: str, path: str, *arguments, **options):
+        generated.extend([url] if path == "/generate" else [])
+        return ask(url, path, *arguments, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         for name, value in sglang_environment().items():
             patch.setenv(name, value)
-        with SGLangServer(options, [*flags, *chain]) as server:
-            served = decode_by_server(server, prompts, NEW_TOKENS, print)
-        with SGLangServer(options, flags) as server:
+        with side_by_side(engine_options(folder), ([*flags, *chain], flags), CONTEXT, print) as servers:
+            patch.setattr("eagle3.evaluation.sglang_judge.ask", noted)
+            served, served_plain = decode_in_turn(servers, prompts, NEW_TOKENS, print)
             yield Decoded(
                 folder,
                 target,
@@ -94,8 +108,9 @@ def decoded(topology, tmp_path_factory):
                 [plain_greedy(target, prompt, new_tokens=NEW_TOKENS) for prompt in prompts],
                 decode_speculatively(target, draft, d2t, prompts, **lengths),
                 served,
-                decode_by_server(server, prompts, NEW_TOKENS, print),
-                server,
+                served_plain,
+                *servers,
+                [*generated],
             )
 
 
@@ -132,6 +147,63 @@ def test_both_engines_accept_the_same_drafts(decoded):
     assert all(every), "the draft must be right and wrong at every place for this to tell"
 
 
+def test_both_servers_warm_up_and_then_answer_each_prompt_in_turn_and_alternate_in_going_first(decoded):
+    drafting, plain = decoded.drafting.url, decoded.plain.url
+    assert decoded.generated == [drafting, plain, *[drafting, plain, plain, drafting] * (len(decoded.prompts) // 2)]
+
+
+def test_a_server_takes_no_core_from_the_other_while_it_waits(decoded):
+    servers = [psutil.Process(server.process.pid) for server in (decoded.drafting, decoded.plain)]
+    processes = [process for server in servers for process in (server, *server.children(recursive=True))]
+
+    def seconds() -> float:
+        return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
+
+    before = seconds()
+    time.sleep(3)
+    assert seconds() - before < 0.6
+
+
+def test_a_server_without_room_for_the_longest_prompt_and_its_answer_is_noticed(decoded):
+    require_kv_room(decoded.plain, 4000)
+    with pytest.raises(UserError, match="KV cache holds .* tokens, a prompt and its answer take up to 5,000"):
+        require_kv_room(decoded.plain, 5000)
+
+
+# For a server's sitecustomize.py, on a machine whose memory holds only one server.
+ONE_SERVER = """
+import fcntl, os, sys
+if "sglang.launch_server" in sys.orig_argv:
+    memory = open(os.environ["ONE_SERVER"], "w")
+    try:
+        fcntl.flock(memory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.write(2, b"OutOfMemoryError: another server has it all")
+        os._exit(1)
+"""
+
+
+def test_servers_that_do_not_fit_side_by_side_run_one_after_the_other_and_it_is_said(decoded, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(ONE_SERVER)
+    monkeypatch.setenv("ONE_SERVER", str(tmp_path / "memory"))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    lines = []
+    served = judge_by_sglang(
+        decoded.folder / "draft",
+        engine_options(decoded.folder),
+        decoded.prompts[:2],
+        tree=DraftTree.of(STEPS, 1, None),
+        new_tokens=8,
+        logits=LOGITS,
+        window=None,
+        report=lines.append,
+    )
+    assert not served.same_load and served.figures.identical == 2
+    (warning,) = [line for line in lines if isinstance(line, Warned)]
+    assert "not measured under the same load" in warning and "adjust target.memory_fraction" in warning
+    assert "another server has it all" in warning
+
+
 @dataclass(frozen=True)
 class Windowed:
     """A draft with a window. The window's last keys matter, because attention is amplified five times. `others` are
@@ -149,7 +221,7 @@ class Windowed:
     def served(self, decoded: Decoded, tree: DraftTree) -> list[TimedAnswer]:
         flags = [*decoding_flags(), *cpu_attention_flags(), *speculative_flags(str(self.folder), *tree, self.window)]
         with SGLangServer(engine_options(decoded.folder), flags) as server:
-            return decode_by_server(server, decoded.prompts, NEW_TOKENS, print)
+            return decode_in_turn([server], decoded.prompts, NEW_TOKENS, print)[0]
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +340,7 @@ def test_another_token_is_a_tie_within_rounding_only(decoded):
 
 def test_an_answer_without_room_is_refused(decoded):
     with pytest.raises(UserError, match="the server has no room for more|refused the request"):
-        decode_by_server(decoded.plain, decoded.prompts[:1], CONTEXT - 5, print)
+        decode_in_turn([decoded.plain], decoded.prompts[:1], CONTEXT - 5, print)
 
 
 def test_nothing_verified_is_nothing_measured(decoded):

@@ -123,12 +123,13 @@ def test_a_verify_says_what_is_not_bound_and_binds_it_where_asked_and_nothing_is
 
 
 def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever_was_killed(tmp_path, recipe):
-    """Batches have 400 tokens and several samples each: the last bits reveal in which batch a sample was prefilled."""
+    """Batches have 400 tokens and several samples each: the last bits reveal in which batch a sample was prefilled. The
+    capture that is stopped by signals has not filled a shard yet."""
     output = finish(launch(sys.executable, "tests/support/capture_worker.py", "same", str(recipe), str(tmp_path)))
     result = json.loads(output.splitlines()[-1])
-    assert 0 < result["stored when killed"] < 40
+    assert all(0 < stored < 40 for stored in result["stored before"].values())
     undisturbed = result["stores"].pop("undisturbed")
-    assert len(undisturbed) == 40 and set(result["stores"]) == {"three ranks", "two parts", "killed"}
+    assert len(undisturbed) == 40 and set(result["stores"]) == {"three ranks", "two parts", "killed", "stopped"}
     for name, content in result["stores"].items():
         differ = [sample_id for sample_id in undisturbed if content.get(sample_id) != undisturbed[sample_id]]
         assert not differ and len(content) == 40, (name, len(differ))

@@ -253,7 +253,7 @@ def by_document(stream: Stream, rows: torch.Tensor) -> list[torch.Tensor]:
     return [stream.position[rows][stream.document[rows] == number] for number in range(len(stream.starts))]
 
 
-def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_with_the_remedy(case):
+def test_killed_servers_lose_nothing_while_one_is_left(case):
     settings = case.settings()
     generator = torch.Generator().manual_seed(4)
     documents = [torch.randint(3, VOCABULARY, (60 + number,), generator=generator) for number in range(120)]
@@ -277,17 +277,6 @@ def test_killed_servers_lose_nothing_while_one_is_left_and_then_the_job_ends_wit
         while target.producer.servers.live != {first} and time.monotonic() < left:
             time.sleep(0.2)
         assert target.producer.servers.live == {first}
-    with (
-        capturing_server(case.folder / "target", settings, LAYERS) as only,
-        target_behind([only.url], settings, LAYERS, vocab_size=VOCABULARY) as target,
-        pytest.raises(
-            UserError, match="no server is left.*capture.py goes on where it stopped, train.py does with --resume"
-        ),
-    ):
-        for count, (_, parts) in enumerate(target.arriving(map(whole, documents))):
-            list(parts)
-            if count == 5:
-                os.killpg(only.process.pid, signal.SIGKILL)
     assert left_in(Path(settings.spool)) == []
 
 
@@ -359,3 +348,26 @@ def test_servers_that_hang_hold_up_nothing_while_another_one_answers(case, monke
                 assert torch.allclose(arrived[place].aux, other.aux[: len(arrived[place].aux)], atol=1e-4)
         within(20, lambda: target.producer.servers.live == {case.url})
         os.killpg(second.process.pid, signal.SIGCONT)  # so that it can be ended
+
+
+def test_a_capture_whose_last_server_dies_keeps_every_whole_sample_and_goes_on_from_there(case):
+    """The store is one shard, which is open when the server dies."""
+    store = case.folder / "one_shard"
+    one_shard = (f"hidden_states.path={store}", "hidden_states.shard_tokens=100000", "target.in_flight=1")
+    with capturing_server(case.folder / "target", case.settings(), LAYERS) as only:
+        process = case.start("capture", *one_shard, f"target.servers=['{only.url}']")
+        arrived: set[str] = set()
+        while len(arrived) < 8:
+            assert process.poll() is None, finish(process)
+            arrived.update(path.name for path in case.spool.glob("*/shard-*.json"))
+            time.sleep(0.001)
+        os.killpg(only.process.pid, signal.SIGKILL)
+        output = finish(process, code=2)
+    (line,) = [line for line in output.splitlines() if line.startswith("error:")]
+    assert "no server is left" in line and "Traceback" not in output
+    assert "capture.py goes on where it stopped, train.py does with --resume" in line
+    kept = len(HiddenStateStore.open(str(store), provenance_of(store)).locations)
+    assert 0 < kept < 40 and not list(store.glob("*.partial")) and left_in(case.spool) == []
+    output = case.run("capture", *one_shard)
+    assert f"40 samples, {kept} already stored" in output and "complete" in output
+    assert len(HiddenStateStore.open(str(store), provenance_of(store)).locations) == 40

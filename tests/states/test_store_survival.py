@@ -2,6 +2,7 @@
 lost."""
 
 import errno
+import itertools
 import json
 import os
 import resource
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from store_cases import (
 )
 
 from eagle3.errors import UserError
+from eagle3.states.rows import Rows
 from eagle3.states.store.check import remove_flawed
 from eagle3.states.store.files import DamagedStore
 from eagle3.states.store.shard import Encoding
@@ -471,13 +474,109 @@ def test_renamed_shards_are_read_and_files_of_others_left_alone(tmp_path):
     assert all((tmp_path / name).read_text() == "mine" for name in foreign)
 
 
-def test_an_exception_leaves_whole_shards_only(tmp_path):
-    with pytest.raises(ZeroDivisionError), StoreWriter(tmp_path, PROVENANCE, PLAIN, shard_tokens=100) as writer:
-        for number in range(20):
+def in_parts(rows: Rows, size: int = 4) -> Iterator[Rows]:
+    for part in range(0, len(rows.aux), size):
+        yield rows[part : part + size]
+
+
+def write_in_parts(path: Path, numbers, encoding: Encoding = PLAIN) -> None:
+    with StoreWriter(path, PROVENANCE, encoding, shard_tokens=100) as writer:
+        for number in numbers:
+            *tokens, rows = sample(number)
+            writer.add(*tokens, in_parts(rows))
+
+
+@pytest.mark.parametrize("encoding", [PLAIN, Encoding("none", "float32", HIDDEN, window=4, ttt_steps=2)])
+def test_an_error_keeps_every_whole_sample_and_drops_the_one_that_was_half_there(tmp_path, encoding):
+    def broken() -> Iterator[Rows]:
+        yield from itertools.islice(in_parts(sample(15, 30)[3]), 3)
+        raise UserError("no server is left")
+
+    with (
+        pytest.raises(UserError, match="no server is left"),
+        StoreWriter(tmp_path, PROVENANCE, encoding, shard_tokens=1000) as writer,
+    ):
+        for number in range(15):
             writer.add(*sample(number))
-            if number == 15:
-                raise ZeroDivisionError
-    assert not list(tmp_path.glob("*.partial"))
-    assert 0 < len(open_store(tmp_path).locations) < 16
-    write(tmp_path, range(20))
-    assert_holds(tmp_path, range(20))
+        writer.add(*sample(15, 30)[:3], broken())
+    assert not list(tmp_path.glob("*.partial")) and len(list(tmp_path.glob("*.safetensors"))) == 1
+    findings = check(tmp_path, range(15), encoding)
+    assert findings.problems == [] and findings.samples == 15
+    write(tmp_path, range(20), encoding)
+    findings = check(tmp_path, range(20), encoding)
+    assert findings.problems == [] and findings.samples == 20
+
+
+def test_an_error_before_the_first_whole_sample_leaves_nothing(tmp_path):
+    with pytest.raises(UserError, match="not finite"), StoreWriter(tmp_path, PROVENANCE, PLAIN) as writer:
+        *tokens, rows = sample(1, 30)
+        rows.aux[20] = torch.nan
+        writer.add(*tokens, in_parts(rows))
+    assert not list(tmp_path.glob("shard-*"))
+
+
+def test_if_the_whole_samples_cannot_be_kept_the_first_error_is_still_the_one_that_is_reported(tmp_path):
+    def limited() -> None:
+        with (
+            pytest.raises(UserError, match="no server is left"),
+            StoreWriter(tmp_path, PROVENANCE, PLAIN, shard_tokens=1000) as writer,
+        ):
+            for number in range(8):
+                writer.add(*sample(number))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))  # as if the disk were full
+            raise UserError("no server is left")
+        assert not list(tmp_path.glob("shard-*"))
+
+    assert run(limited) == 0
+    write(tmp_path, range(8))
+    assert_holds(tmp_path, range(8))
+
+
+class Signalled(BaseException):
+    """What a handler raises when a signal arrives."""
+
+
+def signalled_at(instruction: int, functions: str) -> None:
+    """Raise Signalled before the `instruction`-th instruction that this thread executes in these functions of
+    writer.py."""
+    seen = 0
+
+    def watch(frame, event, _):
+        nonlocal seen
+        code = frame.f_code
+        if not (code.co_filename.endswith("store/writer.py") and code.co_qualname.startswith(functions)):
+            return None
+        frame.f_trace_opcodes = True
+        seen += event == "opcode"
+        if seen == instruction:
+            raise Signalled
+        return watch
+
+    sys.settrace(watch)
+
+
+@pytest.mark.parametrize(("functions", "stride"), [("", 509), ("Blob.write", 17), ("Blob._encode", 41)])
+def test_a_signal_at_any_instruction_leaves_a_store_of_whole_samples_that_continues(
+    tmp_path, monkeypatch, functions, stride
+):
+    """At most 6,000 bytes wait to be written, so that signals also arrive while chunks of whole samples are written."""
+    monkeypatch.setattr("eagle3.states.store.writer.MOST_IN_WORK", 6000)
+    stored, instruction = [], 1
+    while True:
+        path = tmp_path / str(instruction)
+        try:
+            signalled_at(instruction, functions)
+            write_in_parts(path, range(8))
+            break
+        except Signalled:
+            instruction += stride
+        finally:
+            sys.settrace(None)
+        if not list(path.glob("shard-*.json")):
+            continue
+        stored.append(len(open_store(path).locations))
+        assert_holds(path, range(stored[-1]))
+        if len(stored) % 5 == 0:
+            write(path, range(8))
+            assert_holds(path, range(8))
+    assert len(stored) > 20 and set(stored) >= set(range(1, 5)), stored

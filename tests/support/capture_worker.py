@@ -76,6 +76,20 @@ def dies_at_place(rank: int, place: str) -> None:
         sys.setprofile(watch)
 
 
+def stops_at_batch(number: int) -> None:
+    """Sends SIGTERM to this process, as a batch system does, when it begins its `number`-th batch of short samples."""
+    batches = 0
+
+    def watch(frame, event, _argument) -> None:
+        nonlocal batches
+        if event == "call" and frame.f_code.co_name == "begin" and frame.f_back.f_code.co_name == "capture":
+            batches += 1
+            if batches == number:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    sys.setprofile(watch)
+
+
 def takes_longer(rank: int) -> None:
     """Makes `rank` slower at each of its batches of short samples."""
 
@@ -128,11 +142,15 @@ def same(recipe: str, folder: Path) -> None:
     store = folder / "killed"
     for number in (40, 90, 140):
         assert exit_codes(begin_capture(recipe, store, manner=(dies_at_write, number))) == [-signal.SIGKILL]
-    stored = len(content(store))
+    stored = {"killed": len(content(store))}
     jobs.append(begin_capture(recipe, store, ranks=2))
+    store, one_shard = folder / "stopped", "hidden_states.shard_tokens=100000"
+    assert all(exit_codes(begin_capture(recipe, store, one_shard, ranks=2, manner=(stops_at_batch, 2))))
+    stored["stopped"] = len(content(store))
+    jobs.append(begin_capture(recipe, store))
     assert not any(code for job in jobs for code in exit_codes(job))
     stores = {path.name: content(path) for path in folder.iterdir()}
-    print(json.dumps({"stored when killed": stored, "stores": stores}))
+    print(json.dumps({"stored before": stored, "stores": stores}))
 
 
 def killed(recipe: str, folder: Path) -> None:

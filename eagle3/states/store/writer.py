@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
+from threading import RLock
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -90,9 +91,10 @@ class StoreWriter(AbstractContextManager):
     shard_tokens: most tokens in a shard; a longer sample gets a shard of its own
     report: gets a line about what has to be captured again or could not be checked
 
-    Leaving the `with` block normally publishes the last shard; an exception discards it. Raises UserError if
-    another writer has the part, if the existing store has a different provenance, or if a shard is damaged or
-    belongs to a different store.
+    Leaving the `with` block publishes the last shard. After an exception, even one that a signal raises, it does so as
+    far as it can: without the sample in progress, and without an error of its own. Raises UserError if another writer
+    has the part, if the existing store has a different provenance, or if a shard is damaged or belongs to a different
+    store.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class StoreWriter(AbstractContextManager):
         self.encoding = replace(encoding, **{field: manifest.provenance.get(field) for field in WINDOW})
         self._token, self._numbers, self._provenance_digest = token_hex(4), count(), manifest.digest
         self._shard: ShardWriter | None = None
+        self._adding = RLock()  # a signal may leave it held by the thread that leaves the `with` block
 
     def _begin(self, files: LocalFiles, manifest: Manifest) -> Manifest:
         """Write the manifest, or read the existing one, and return it. Raises UserError if it differs."""
@@ -180,18 +183,19 @@ class StoreWriter(AbstractContextManager):
         rows: the rows of those T tokens, on any device; or consecutive parts of them, which are written as they arrive,
             and of which those are enough that are kept
 
-        If the id is known, `rows` is not touched. Raises UserError if the disk is full or a hidden state is not finite;
-        the store then stays as it was after the last shard.
+        If the id is known, `rows` is not touched. Raises UserError if the disk is full or a hidden state is not finite.
+        After any exception, the writer can only be closed by leaving its `with` block, or discarded.
         """
         if sample_id in self.known:
             return False
-        if self._shard and self._shard.tokens + len(ids) > self.shard_tokens:
-            self._publish()
-        with writing(self.folder, FULL):
-            if self._shard is None:
-                shard = f"shard-{self._token}-{next(self._numbers):05d}.safetensors"
-                self._shard = ShardWriter(self.folder, shard, self.encoding, self._threads, self._provenance_digest)
-            self._shard.add(sample_id, ids, loss_mask, [rows] if isinstance(rows, Rows) else rows)
+        with self._adding:
+            if self._shard and self._shard.tokens + len(ids) > self.shard_tokens:
+                self._publish()
+            with writing(self.folder, FULL):
+                if self._shard is None:
+                    shard = f"shard-{self._token}-{next(self._numbers):05d}.safetensors"
+                    self._shard = ShardWriter(self.folder, shard, self.encoding, self._threads, self._provenance_digest)
+                self._shard.add(sample_id, ids, loss_mask, [rows] if isinstance(rows, Rows) else rows)
         self.known.add(sample_id)
         return True
 
@@ -218,8 +222,17 @@ class StoreWriter(AbstractContextManager):
         try:
             if kind is None:
                 self.close()
+            else:
+                self._keep_whole_samples()
         finally:
             self.discard()
+
+    def _keep_whole_samples(self) -> None:
+        # Nothing that fails here may hide the exception that ended the block. A second signal may have left a thread
+        # behind that is still adding a sample.
+        with suppress(Exception), self._adding:
+            if self._shard and self._shard.cut():
+                self._publish()
 
 
 class ShardWriter:
@@ -254,12 +267,14 @@ class ShardWriter:
         self.samples: list[Entry] = []
         self.sample: Entry | None = None  # the one being written
         self.tokens = 0  # in finished samples
+        # Whether `publish` has begun. It is not tried twice, because a failed fsync may lose bytes and then succeed.
+        self.publishing = False
 
     def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, parts: Iterable[Rows | KeptRows]) -> None:
         """Write one sample. ids [T], loss_mask [T]; parts: consecutive rows of T tokens in total, on any device, all of
         them or those that are kept.
 
-        Raises UserError if a hidden state is not finite. After an exception the writer can only be discarded.
+        Raises UserError if a hidden state is not finite. After an exception the writer can only be cut or discarded.
         """
         seen, taught = self.encoding.seen_rows(loss_mask), taught_rows(loss_mask)
         self.begin(sample_id)
@@ -314,11 +329,23 @@ class ShardWriter:
     def end(self) -> None:
         for blob in self.blobs.values():
             blob.end_sample()
+        # From here on, `cut` keeps the sample.
         self.samples.append(self.sample._replace(seen=None) if self.encoding.window is None else self.sample)
         self.tokens += self.sample.tokens
 
+    def cut(self) -> bool:
+        """Drop the rows of an unfinished sample. Returns whether the shard can then be published: it cannot if it has
+        no whole sample, or if an exception came in the middle of writing a chunk or of publishing. Raises OSError."""
+        if self.publishing or not self.samples:
+            return False
+        whole = [blob.cut([entry.rows(name) for entry in self.samples]) for name, blob in self.blobs.items()]
+        tokens = sum(entry.tokens for entry in self.samples)
+        self.columns = {name: [np.concatenate(pieces)[:tokens]] for name, pieces in self.columns.items()}
+        return all(whole)
+
     def publish(self) -> None:
         """Give the shard its final name, then write its index. Raises OSError."""
+        self.publishing = True
         for blob in self.blobs.values():
             blob.write()
         self.aside.truncate()
@@ -356,7 +383,8 @@ class ShardWriter:
         for file in (self.file, self.aside):
             with suppress(OSError):  # buffered bytes may not fit on the disk, which may be why the shard is discarded
                 file.close()
-        remove_abandoned(self.folder, self.shard)
+        with suppress(OSError):  # what is left here is removed by the next writer
+            remove_abandoned(self.folder, self.shard)
 
 
 class Blob:
@@ -364,6 +392,7 @@ class Blob:
 
     def __init__(self, file: BinaryIO, encoding: Encoding, name: str, threads: Executor) -> None:
         self.file, self.name, self.threads, self.encoding = file, name, threads, encoding
+        self.start = file.tell()
         self.codec, self.chunk_rows = encoding.make_codec(name), encoding.chunk_rows(name)
         self.waiting: list[Tensor] = []  # rows of an incomplete chunk
         # Pieces that are being encoded, with the number of their raw bytes.
@@ -398,6 +427,21 @@ class Blob:
         if self.waiting:
             self._encode(torch.cat(self.waiting))
         self.waiting = []
+
+    def cut(self, counts: Sequence[int]) -> bool:
+        """Keep the rows of whole samples, which have `counts` rows each, and drop later ones. Returns False if an
+        exception came in the middle of `write` or `_encode`, so that the file and the counts here may differ. Raises
+        OSError."""
+        self.waiting = []
+        self.write()
+        if not len(self.ends) == len(self.sums) == self.chunks:
+            return False
+        self.rows, self.chunks = sum(counts), sum(-(-rows // self.chunk_rows) for rows in counts)
+        del self.ends[self.chunks :], self.sums[self.chunks :]
+        self.bytes = self.ends[-1] if self.ends else 0
+        self.file.seek(self.start + self.bytes)
+        self.file.truncate()
+        return True
 
     def _encode(self, rows: Tensor) -> None:
         chunks = -(-len(rows) // self.chunk_rows)

@@ -247,8 +247,9 @@ def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int, windo
 
 
 def decoding_flags() -> list[str]:
-    """Flags for a server that decodes from token ids. It has no prefix cache, so that all prompts are timed alike."""
-    return ["--skip-tokenizer-init", "--disable-radix-cache"]
+    """Flags for a server that decodes from token ids. It has no prefix cache, so that all prompts are timed alike, and
+    takes no core from another server while it has nothing to do."""
+    return ["--skip-tokenizer-init", "--disable-radix-cache", "--sleep-on-idle"]
 
 
 def cpu_attention_flags() -> list[str]:
@@ -270,6 +271,11 @@ def greedy_answer(answer: Mapping[str, Any]) -> GreedyAnswer:
     return GreedyAnswer(
         list(answer["output_ids"]), reason == "stop", list(meta.get("spec_correct_drafts_histogram") or [])
     )
+
+
+def kv_tokens_of(info: Mapping[str, Any]) -> int:
+    """The number of tokens that a server's KV cache holds, from its /server_info."""
+    return info["max_total_num_tokens"]
 
 
 def scores_request(ids: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
