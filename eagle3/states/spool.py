@@ -2,7 +2,8 @@
 
     SPOOL/JOB/owner.lock            locked while the job's owner lives; once it is unlocked, the folder may be swept
     SPOOL/JOB/reserve               given up for a SHARD.failed if the disk is full
-    SPOOL/JOB/SHARD.wanted          says which rows of a sample are wanted, if not all; written before it is requested
+    SPOOL/JOB/SHARD.wanted          says which rows of a sample are wanted; there from its request to its removal, so
+                                    that a sample which comes too late is recognised and dropped
     SPOOL/JOB/SHARD.safetensors     one sample, in the store's format
     SPOOL/JOB/SHARD.json            its index; written last, so an index means a complete sample
     SPOOL/JOB/SHARD.failed          says why this sample will not come
@@ -114,23 +115,29 @@ class WantedRows(NamedTuple):
         """[T] bool: rows whose predictions are wanted."""
         return taught_rows(self.loss_mask)
 
-    def leave(self, folder: Path, ticket: Ticket) -> None:
-        """Write this to a job's folder."""
-        edges = torch.nn.functional.pad(self.loss_mask.to(torch.int8), (1, 1)).diff().nonzero().flatten().tolist()
-        values = {"window": self.window, "ttt_steps": self.ttt_steps, "tokens": len(self.loss_mask), "edges": edges}
-        write_text(folder / ticket.mark("wanted"), json.dumps(values))
 
-    @classmethod
-    def find(cls, folder: Path, ticket: Ticket) -> Self | None:
-        """Read what was left for a ticket; None if nothing was, so that all rows are wanted."""
-        try:
-            values = parse_json((folder / ticket.mark("wanted")).read_bytes())
-        except FileNotFoundError:
-            return None
-        mask = torch.zeros(values["tokens"], dtype=torch.bool)
-        for start, stop in zip(values["edges"][::2], values["edges"][1::2], strict=True):
-            mask[start:stop] = True
-        return cls(mask, values["window"], values["ttt_steps"])
+def want(folder: Path, ticket: Ticket, rows: WantedRows | None) -> None:
+    """Say in a job's folder that a sample is wanted, and which of its rows; None: all."""
+    values = None
+    if rows is not None:
+        edges = torch.nn.functional.pad(rows.loss_mask.to(torch.int8), (1, 1)).diff().nonzero().flatten().tolist()
+        values = {"window": rows.window, "ttt_steps": rows.ttt_steps, "tokens": len(rows.loss_mask), "edges": edges}
+    write_text(folder / ticket.mark("wanted"), json.dumps(values))
+
+
+def wanted_rows(folder: Path, ticket: Ticket) -> WantedRows | None:
+    """The rows that are wanted of a sample; None: all. Raises FileNotFoundError if it is not wanted, or no longer."""
+    values = parse_json((folder / ticket.mark("wanted")).read_bytes())
+    if values is None:
+        return None
+    mask = torch.zeros(values["tokens"], dtype=torch.bool)
+    for start, stop in zip(values["edges"][::2], values["edges"][1::2], strict=True):
+        mask[start:stop] = True
+    return WantedRows(mask, values["window"], values["ttt_steps"])
+
+
+def is_wanted(folder: Path, ticket: Ticket) -> bool:
+    return (folder / ticket.mark("wanted")).exists()
 
 
 def spool_bytes(encoding: Encoding, tokens: int, wanted: WantedRows | None = None) -> int:
@@ -178,8 +185,9 @@ class Spool(AbstractContextManager):
 
     def remove(self, ticket: Ticket, readers: int) -> None:
         """Delete a sample and its marks."""
-        marks = map(ticket.mark, ("failed", "wanted", *(f"read-{reader}" for reader in range(readers))))
-        for name in (ticket.index, ticket.shard, *marks):
+        marks = map(ticket.mark, ("failed", *(f"read-{reader}" for reader in range(readers))))
+        # First the mark: whoever publishes the sample at this moment looks for it afterwards.
+        for name in (ticket.mark("wanted"), ticket.index, ticket.shard, *marks):
             (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:

@@ -347,7 +347,11 @@ def test_servers_that_hang_hold_up_nothing_while_another_one_answers(case, monke
             for place, other in enumerate(expected):
                 assert torch.allclose(arrived[place].aux, other.aux[: len(arrived[place].aux)], atol=1e-4)
         within(20, lambda: target.producer.servers.live == {case.url})
-        os.killpg(second.process.pid, signal.SIGCONT)  # so that it can be ended
+        os.killpg(second.process.pid, signal.SIGCONT)
+        # It does what it was asked before, then this, and writes.
+        ask(second.url, "/generate", {"input_ids": [3], "sampling_params": {"max_new_tokens": 1}}, timeout=60)
+        time.sleep(1)
+        assert left_in(target.producer.spool.path) == ["owner.lock", "reserve"]
 
 
 def test_a_capture_whose_last_server_dies_keeps_every_whole_sample_and_goes_on_from_there(case):

@@ -18,7 +18,20 @@ from store_cases import sample
 from eagle3.errors import UserError
 from eagle3.states.loader import SpooledSource
 from eagle3.states.rows import Rows
-from eagle3.states.spool import GONE, HELD, LOCK, RESERVE, Spool, SpoolReader, Ticket, WantedRows, spool_bytes, sweep
+from eagle3.states.spool import (
+    GONE,
+    HELD,
+    LOCK,
+    RESERVE,
+    Spool,
+    SpoolReader,
+    Ticket,
+    WantedRows,
+    spool_bytes,
+    sweep,
+    want,
+    wanted_rows,
+)
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.sglang.client import Producer, Servers
 from eagle3.targets.sglang.hook import HookSettings
@@ -37,6 +50,13 @@ def a_sample(number: int, tokens: int) -> tuple[Sample, Rows]:
 
 def ticket_of(job: str, one: Sample, time_asked: int = 0) -> Ticket:
     return Ticket.of(job, one.id, len(one.ids), time_asked)
+
+
+def requested(spool: Spool, one: Sample, rows: WantedRows | None = None) -> Ticket:
+    """The ticket of a sample that the spool's job waits for."""
+    ticket = ticket_of(spool.job, one)
+    want(spool.path, ticket, rows)
+    return ticket
 
 
 def hook_writer(spool: Spool) -> SpoolWriter:
@@ -59,7 +79,7 @@ def feed(writer: SpoolWriter, ticket: Ticket, one: Sample, states: Rows, cuts: l
 def test_every_row_of_a_sample_comes_back_bit_for_bit_however_prefill_was_cut(tmp_path, cuts):
     one, states = a_sample(3, 40)
     with Spool(tmp_path) as spool:
-        ticket = ticket_of(spool.job, one)
+        ticket = requested(spool, one)
         feed(hook_writer(spool), ticket, one, states, cuts)
         reader = SpoolReader(spool.path, 0)
         location = reader.wait(ticket)
@@ -80,9 +100,8 @@ def test_of_a_request_for_some_rows_those_alone_come_back(tmp_path, window, cuts
     mask[20:24] = mask[37] = True
     wanted = WantedRows(mask, window, 3 if window else None)
     with Spool(tmp_path) as spool:
-        ticket, writer = ticket_of(spool.job, one), hook_writer(spool)
-        wanted.leave(spool.path, ticket)
-        found = WantedRows.find(spool.path, ticket)
+        ticket, writer = requested(spool, one, wanted), hook_writer(spool)
+        found = wanted_rows(spool.path, ticket)
         assert torch.equal(found.loss_mask, mask) and found[1:] == wanted[1:]
         for start, stop in zip([0, *cuts], [*cuts, 40], strict=True):
             share = share_of(ticket, start, stop, found)
@@ -121,7 +140,7 @@ def test_rows_that_a_cache_swallowed_fail_the_sample_and_not_the_job(tmp_path):
     another, its_states = a_sample(4, 5)
     with Spool(tmp_path) as spool:
         writer, reader = hook_writer(spool), SpoolReader(spool.path, 0)
-        lost, whole = ticket_of(spool.job, one), ticket_of(spool.job, another)
+        lost, whole = requested(spool, one), requested(spool, another)
         writer.take(share_of(lost, 8, 40), one.ids[8:], states[8:])
         feed(writer, whole, another, its_states, [])
         with pytest.raises(UserError, match="row 8 of a sample came first.*--disable-radix-cache"):
@@ -132,7 +151,7 @@ def test_rows_that_a_cache_swallowed_fail_the_sample_and_not_the_job(tmp_path):
 def test_a_gap_between_chunks_fails_the_sample(tmp_path):
     one, states = a_sample(3, 40)
     with Spool(tmp_path) as spool:
-        writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
+        writer, ticket = hook_writer(spool), requested(spool, one)
         for start, stop in ((0, 8), (16, 40)):
             writer.take(share_of(ticket, start, stop), one.ids[start:stop], states[start:stop])
         with pytest.raises(UserError, match="rows 8 to 16 of a sample never came"):
@@ -142,7 +161,7 @@ def test_a_gap_between_chunks_fails_the_sample(tmp_path):
 def test_a_request_that_begins_again_replaces_what_it_had(tmp_path):
     one, states = a_sample(3, 40)
     with Spool(tmp_path) as spool:
-        writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
+        writer, ticket = hook_writer(spool), requested(spool, one)
         writer.take(share_of(ticket, 0, 8), one.ids[:8], states.map(lambda kind: kind[:8] + 1))
         feed(writer, ticket, one, states, [20])
         reader = SpoolReader(spool.path, 0)
@@ -153,7 +172,7 @@ def test_a_request_that_begins_again_replaces_what_it_had(tmp_path):
 def test_two_servers_with_the_same_request_do_not_disturb_each_other(tmp_path):
     one, states = a_sample(3, 40)
     with Spool(tmp_path) as spool:
-        ticket = ticket_of(spool.job, one)
+        ticket = requested(spool, one)
         slow, quick = hook_writer(spool), hook_writer(spool)
         slow.take(share_of(ticket, 0, 8), one.ids[:8], states[:8])
         feed(quick, ticket, one, states, [])
@@ -165,11 +184,29 @@ def test_two_servers_with_the_same_request_do_not_disturb_each_other(tmp_path):
         assert torch.equal(reader.read(location, every, every).aux, states.aux)
 
 
+@pytest.mark.parametrize("reason", ["", "a reason"])
+def test_a_sample_that_comes_after_its_release_is_dropped(tmp_path, reason):
+    one, states = a_sample(3, 40)
+    with Spool(tmp_path) as spool:
+        ticket = requested(spool, one)
+        slow, quick = hook_writer(spool), hook_writer(spool)
+        slow.take(share_of(ticket, 0, 8), one.ids[:8], states[:8])
+        feed(quick, ticket, one, states, [])
+        SpoolReader(spool.path, 0).wait(ticket)
+        spool.remove(ticket, 0)
+        if reason:
+            slow.refuse(ticket, reason)
+        else:
+            slow.take(share_of(ticket, 8, 40), one.ids[8:], states[8:])
+        slow.thread.shutdown()
+        assert sorted(os.listdir(spool.path)) == [LOCK, RESERVE]
+
+
 def test_a_sample_that_is_not_finite_is_told_to_the_job(tmp_path):
     one, states = a_sample(3, 12)
     states.teacher.values[4, 2] = float("nan")
     with Spool(tmp_path) as spool:
-        ticket = ticket_of(spool.job, one)
+        ticket = requested(spool, one)
         feed(hook_writer(spool), ticket, one, states, [6])
         with pytest.raises(UserError, match="last hidden states are not finite"):
             SpoolReader(spool.path, 0).wait(ticket)
@@ -179,7 +216,7 @@ def test_a_sample_that_is_not_finite_is_told_to_the_job(tmp_path):
 def test_hidden_states_of_other_tokens_are_refused(tmp_path):
     one, states = a_sample(3, 12)
     with Spool(tmp_path) as spool:
-        ticket = ticket_of(spool.job, one)
+        ticket = requested(spool, one)
         feed(hook_writer(spool), ticket, replace(one, ids=one.ids + 1), states, [])
         reader = SpoolReader(spool.path, 0)
         with pytest.raises(UserError, match="belong to other tokens"):
@@ -189,7 +226,7 @@ def test_hidden_states_of_other_tokens_are_refused(tmp_path):
 def test_a_server_whose_job_is_gone_writes_nothing(tmp_path):
     one, states = a_sample(3, 40)
     with Spool(tmp_path) as spool:
-        writer, ticket = hook_writer(spool), ticket_of(spool.job, one)
+        writer, ticket = hook_writer(spool), requested(spool, one)
         writer.take(share_of(ticket, 0, 8), one.ids[:8], states[:8])
         SpoolReader(spool.path, 0)
         time.sleep(0.2)
@@ -312,10 +349,12 @@ def test_a_folder_that_others_may_write_is_refused_by_jobs_and_servers(tmp_path,
     job = folder / "0123456789abcdef"
     job.mkdir()
     writer = SpoolWriter(folder, torch.float32)
-    feed(writer, ticket_of(job.name, one), one, states, [])
-    writer.give_up(ticket_of(job.name, one), "a reason")
-    time.sleep(0.2)
-    assert not list(job.iterdir())
+    ticket = ticket_of(job.name, one)
+    want(job, ticket, None)
+    feed(writer, ticket, one, states, [])
+    writer.refuse(ticket, "a reason")
+    writer.thread.shutdown()
+    assert os.listdir(job) == [ticket.mark("wanted")]
 
 
 def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_frees_them(tmp_path):
@@ -334,7 +373,7 @@ def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_fre
         for thread in threads:
             thread.start()
         for one, states in reversed(pairs):
-            feed(writer, ticket_of(spool.job, one), one, states, [])
+            feed(writer, requested(spool, one), one, states, [])
         for thread in threads:
             thread.join(20)
         for rank, selection in enumerate(rows):
@@ -364,6 +403,7 @@ def test_training_and_held_out_samples_never_meet_in_one_file(tmp_path):
 
         def ask(ticket, asked) -> None:
             shards.append(ticket.shard)
+            want(spool.path, ticket, None)
             feed(writer, ticket, one, states, [])
 
         train = SpooledSource(SpoolReader(spool.path, 0), spool.job, ask)
@@ -479,10 +519,11 @@ def test_on_a_disk_that_a_neighbour_fills_the_job_is_told_at_once_with_folder_an
     """Before rows are copied, and although no other byte could be written."""
     one, states = a_sample(3, 40)
     with Spool(small_disk / "spool") as spool:
+        ticket = requested(spool, one)
         with (small_disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
             while True:
                 filler.write(bytes(4096))
-        feed(hook_writer(spool), ticket_of(spool.job, one), one, states, [20])
+        feed(hook_writer(spool), ticket, one, states, [20])
         with pytest.raises(UserError, match=r"spool: cannot be written \(No space left.*free space, or .*target.spool"):
-            SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one))
+            SpoolReader(spool.path, 0).wait(ticket)
         assert not list(spool.path.glob("writing-*"))

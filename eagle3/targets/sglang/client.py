@@ -24,7 +24,7 @@ from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.states.capture import Document
 from eagle3.states.rows import KeptRows, Rows
-from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, fail, spool_bytes
+from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, fail, spool_bytes, want
 from eagle3.states.store.reader import Location
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.logits import check_tokens
@@ -255,9 +255,8 @@ class Servers:
 
     def _fetch(self, url: str, request: Request) -> None:
         ticket = request.ticket
-        if request.wanted:
-            with writing(self.folder.parent, REMEDY):
-                request.wanted.leave(self.folder, ticket)
+        with writing(self.folder.parent, REMEDY):
+            want(self.folder, ticket, request.wanted)
         body = {
             "rid": ticket.text,
             "input_ids": request.ids.tolist(),
@@ -273,7 +272,7 @@ class Servers:
         while not index.exists():
             with suppress(FileNotFoundError):
                 raise UserError(f"{url}: {failure_note.read_text(encoding='utf-8')}")
-            if self.closed:
+            if self.closed or request.there.done():  # by another server, so that this one's rows may be dropped
                 return
             now = time.monotonic()
             if self.rows_came and now - answer_time > ROWS_SECONDS:

@@ -8,6 +8,7 @@ store's format, from a separate thread, while the next forward runs.
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from eagle3.errors import UserError
 from eagle3.states.rows import Rows
-from eagle3.states.spool import Ticket, WantedRows
+from eagle3.states.spool import Ticket, WantedRows, wanted_rows
 from eagle3.states.store.codecs import StoreDtype
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.checkpoint import fingerprint
@@ -82,6 +83,7 @@ class CaptureHook:
         self.settings = settings
         self.teacher: ServedTeacher | None = None
         self.wanted: dict[Ticket, Selection] = {}  # of the samples that are being prefilled
+        self.unwanted: set[Ticket] = set()  # requests that came too late: their jobs have the samples already
         self.writers = [SpoolWriter(Path(settings.spool), settings.encoding.number_format) for _ in range(WRITERS)]
         self.flaw = foreign_checkpoint(settings.target)
         if self.flaw:
@@ -116,6 +118,9 @@ class CaptureHook:
     def _capture(self, processor: nn.Module, call: HookCall, tickets: Sequence[Ticket | None], ranks: Ranks) -> None:
         rank, size = ranks.hosts.rank(), ranks.hosts.size()
         self._learn_wanted(call, tickets, ranks)
+        tickets = [None if ticket in self.unwanted else ticket for ticket in tickets]
+        if not any(tickets):
+            return
         shares: list[Share] = []
 
         def compute() -> Taught:
@@ -141,25 +146,28 @@ class CaptureHook:
             self.writer(share.ticket, size).take(share, ids, Rows(aux, teacher))
 
     def _learn_wanted(self, call: HookCall, tickets: Sequence[Ticket | None], ranks: Ranks) -> None:
-        """Learn which rows of new samples are wanted, and forget the samples of jobs that have ended. The first rank
-        looks for all, so that none can differ."""
+        """Learn which new samples are wanted, and which of their rows, and forget the samples of jobs that have ended.
+        The first rank looks for all, so that none can differ."""
         requests = zip(tickets, call.requests, strict=True)
-        new = [ticket for ticket, (_, _, first_row) in requests if ticket and first_row == 0]
+        new = {ticket for ticket, (_, _, first_row) in requests if ticket and first_row == 0}
         if not new:
             return
         spool = Path(self.settings.spool)
 
-        def look() -> tuple[dict[Ticket, WantedRows | None], list[Ticket]]:
-            ended = {job for job in {ticket.job for ticket in self.wanted} if not (spool / job).is_dir()}
-            found = {ticket: WantedRows.find(spool / ticket.job, ticket) for ticket in new}
-            return found, [ticket for ticket in self.wanted if ticket.job in ended]
+        def look() -> tuple[dict[Ticket, WantedRows | None], set[str]]:
+            found = {}
+            for ticket in new:
+                with suppress(FileNotFoundError):
+                    found[ticket] = wanted_rows(spool / ticket.job, ticket)
+            jobs = {ticket.job for ticket in self.wanted.keys() | self.unwanted}
+            return found, {job for job in jobs if not (spool / job).is_dir()}
 
         message = [together(look if ranks.hosts.rank() == 0 else None, ranks.hosts)]
         if ranks.hosts.size() > 1:
             dist.broadcast_object_list(message, group=ranks.hosts, group_src=0)
         found, ended = message[0]
-        for ticket in ended:
-            del self.wanted[ticket]
+        self.wanted = {ticket: rows for ticket, rows in self.wanted.items() if ticket.job not in ended}
+        self.unwanted = {ticket for ticket in self.unwanted | new if ticket.job not in ended} - found.keys()
         for ticket, rows in found.items():
             self.wanted[ticket] = Selection.of(rows, ticket.tokens, self.settings.encoding)
 

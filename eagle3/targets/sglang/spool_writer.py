@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle3.durable import writing
 from eagle3.states.rows import KeptRows, Rows
-from eagle3.states.spool import REMEDY, Ticket, WantedRows, fail, is_own_folder, spool_bytes
+from eagle3.states.spool import REMEDY, Ticket, WantedRows, fail, is_own_folder, is_wanted, spool_bytes
 from eagle3.states.store.shard import Encoding, index_name
 from eagle3.states.store.writer import ShardWriter
 
@@ -160,7 +160,7 @@ class SpoolWriter:
         try:
             if ticket in self.open:
                 self.open.pop(ticket).discard()
-            if self._there(job := self.folder / ticket.job):
+            if self._there(job := self.folder / ticket.job) and is_wanted(job, ticket):
                 fail(job, ticket, reason)
         except Exception as error:  # again, whatever went wrong
             logger.error("%s: the job cannot be told: %r", ticket.text, error)
@@ -171,7 +171,7 @@ class SampleShard(ShardWriter):
     same request cannot interfere, and then moved."""
 
     def __init__(self, job: Path, ticket: Ticket, wanted: Selection, encoders: Executor) -> None:
-        self.job = job
+        self.job, self.ticket = job, ticket
         folder = job / f"writing-{token_hex(6)}"
         folder.mkdir()
         try:
@@ -185,12 +185,17 @@ class SampleShard(ShardWriter):
     def publish(self) -> None:
         self.end()
         super().publish()
-        if (self.job / index_name(self.shard)).exists():  # another server was faster, and its sample may be in use
+        names = (self.shard, index_name(self.shard))
+        # Another server may have been faster. Then its sample is in use, or was, and is not wanted any more.
+        if (self.job / names[1]).exists() or not is_wanted(self.job, self.ticket):
             self.discard()
             return
-        for name in (self.shard, index_name(self.shard)):  # the index last, since it marks the sample as complete
+        for name in names:  # the index last, since it marks the sample as complete
             (self.folder / name).replace(self.job / name)
         shutil.rmtree(self.folder, ignore_errors=True)
+        if not is_wanted(self.job, self.ticket):  # since that moment
+            for name in names:
+                (self.job / name).unlink(missing_ok=True)
 
     def discard(self) -> None:
         super().discard()
