@@ -10,7 +10,7 @@ python -m pip install --quiet --no-deps torchvision==0.28.0 sglang==0.5.23
 
 # the shims, for every process of this environment
 site=$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-printf '%s\nimport vision_operators\n' "$PWD/tests/sglang_cpu/shims" >"$site/sglang-on-cpu.pth"
+printf '%s\nimport vision_operators, fewer_collections\n' "$PWD/tests/sglang_cpu/shims" >"$site/sglang-on-cpu.pth"
 
 SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 python -W ignore -c "import sglang.srt.entrypoints.engine"
 echo "SGLang is installed. It declares other versions than these, which its CPU path works with:"

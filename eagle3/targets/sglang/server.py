@@ -23,7 +23,7 @@ from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.installed import require_sglang
 
 START_SECONDS = 1800.0
-STOP_SECONDS = 30.0
+STOP_SECONDS = 5.0
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, prctl(2)
 SPARE_TOKENS = 16  # more than version.CONTEXT_RESERVE plus the one token that every request decodes
 PORT_TAKEN = "address already in use"
@@ -77,7 +77,9 @@ class EngineOptions:
 def server_command(options: EngineOptions, flags: Sequence[str], port: int, host: str = "127.0.0.1") -> list[str]:
     """The words of the command line. Unless `host` says otherwise, the server is reachable only from this machine."""
     network_flags = ["--host", host, "--port", str(port), "--log-level", "warning"]
-    return [sys.executable, "-m", "sglang.launch_server", *options.flags(), *flags, *network_flags]
+    # Its own warm-up adds seconds to the start, and every user here begins with a short prompt.
+    flags = [*options.flags(), *flags, "--skip-server-warmup"]
+    return [sys.executable, "-m", "sglang.launch_server", *flags, *network_flags]
 
 
 def as_typed(command: Sequence[str]) -> str:
@@ -156,14 +158,16 @@ class SGLangServer(AbstractContextManager):
         return self.process.poll() is not None
 
     def stop(self, keep_log: bool = False) -> None:
-        """Stop the server and all its processes."""
-        if self.process.poll() is None:
-            self.process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(STOP_SECONDS)
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # whatever is left of its session
+        """Stop the server and all its processes. They are killed, as SGLang itself does after SIGTERM, when it has
+        waited for requests for some seconds; nobody waits for these."""
+        self.process.kill()  # its processes die with it, but for one that then removes what they shared
         self.process.wait()
+        with suppress(ProcessLookupError):  # none is left
+            deadline = time.monotonic() + STOP_SECONDS
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.05)
+            os.killpg(self.process.pid, signal.SIGKILL)
         if not keep_log:
             self.log.unlink(missing_ok=True)
 
