@@ -1,5 +1,5 @@
-"""Let processes that import SGLang collect garbage less often: its imports make so many objects that the collector takes
-a fifth of a server's start."""
+"""Let the processes of this environment collect garbage less often: SGLang's imports make so many objects that the
+collector takes a fifth of a server's start."""
 
 import gc
 
