@@ -55,12 +55,16 @@ def write_new(options: argparse.Namespace) -> None:
 
         from eagle3.jobs.new_recipe import model_size, new_recipe_text
         from eagle3.targets.facts import read_facts
+        from eagle3.targets.sglang.version import eagle3_targets
 
-    with waiting(Console(speaks=True, quiet=options.quiet), f"reading {options.target}"):
+    console = Console(speaks=True, quiet=options.quiet)
+    with waiting(console, f"reading {options.target}"):
         facts = read_facts(options.target, options.revision, options.trust_remote_code)
+    with waiting(console, "asking SGLang which targets it serves"):
+        served = eagle3_targets(console)
     model = {"revision": options.revision} if options.revision else {}
     model |= {"trust_remote_code": True} if options.trust_remote_code else {}
-    text = new_recipe_text(target, facts, options.deepspeed, model, options.overrides, engine=is_installed())
+    text = new_recipe_text(target, facts, options.deepspeed, model, options.overrides, is_installed(), served)
     with writing(out, "free space, or name another file with --out"):
         out.write_text(text, encoding="utf-8")
     recipe = load_recipe(out)  # check that the new recipe can be loaded
@@ -70,10 +74,9 @@ def write_new(options: argparse.Namespace) -> None:
         tell(f"config.json does not give {defaults}: these are the defaults of transformers' class; check them")
     if facts.quantised_head:
         tell("its lm_head is quantised: the recipe takes the target's own logits as teacher (target.teacher: logits)")
-    if not facts.served:
+    if facts.architecture not in served:
         tell(
-            "SGLang, as far as this project knows, serves no EAGLE3 drafts for this architecture: transformers will "
-            "capture"
+            "SGLang, as far as is known here, serves no EAGLE3 drafts for this architecture: transformers will capture"
         )
     elif not is_installed():
         if recipe.target.backend == "sglang":

@@ -1,7 +1,7 @@
 """Write a recipe for a target: keys chosen by the target's config, and the planner's findings as comments."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import yaml
@@ -18,6 +18,7 @@ from eagle3.recipe.loading import apply_override, checked_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import token_bytes
 from eagle3.targets.facts import TargetFacts
+from eagle3.targets.sglang.version import EAGLE3_TARGETS
 
 CONTEXTS = (8192, 32768, 131072)
 # Number of supervised tokens after a long prompt, and a window in keys. The findings say what the window would save
@@ -53,12 +54,14 @@ def new_recipe_text(
     model: dict | None = None,
     overrides: Sequence[str] = (),
     engine: bool = True,
+    served: Collection[str] = EAGLE3_TARGETS,
 ) -> str:
     """A complete recipe for `target` (hub id or folder), ready for editing, laid out for one node with 8 GPUs of 80 GB.
 
     model: further keys for the recipe's `model` section; overrides: `section.key=value` for other keys
     engine: use SGLang if it can serve the target. If False, transformers runs the target during training, unless it
         needs several GPUs or its head is quantised.
+    served: architectures that SGLang serves with an EAGLE3 draft
 
     Raises UserError if no draft can be derived, naming the override that would help.
     """
@@ -66,7 +69,8 @@ def new_recipe_text(
     positions = {"max_position_embeddings": MOST_POSITIONS // 4} if (facts.context or 0) > MOST_POSITIONS else {}
     # With a quantised head, the draft's head has nothing to start from, and training cannot compute logits.
     lm_head, teacher = ({"lm_head": "random"}, {"teacher": "logits"}) if facts.quantised_head else ({}, {})
-    engine = facts.served and (engine or gpus > 1 or facts.quantised_head)
+    servable = facts.architecture in served
+    engine = servable and (engine or gpus > 1 or facts.quantised_head)
     store = {"mode": "stored", "path": f"states/{name}", "codec": "lossless"}
     values: dict[str, dict] = {
         "model": {
@@ -101,7 +105,7 @@ def new_recipe_text(
     head = (
         f"An EAGLE3 draft for {target} ({model_size(facts.parameters)}). Edit it, and run plan.py, prepare.py, "
         "capture.py, train.py with it; docs/new-model.md goes through every part. Drafts learn best from the target's "
-        "own answers: docs/regenerating-data.md." + (f" {MORE_NODES}" if facts.served and gpus > NODE else "")
+        "own answers: docs/regenerating-data.md." + (f" {MORE_NODES}" if servable and gpus > NODE else "")
     )
     sections = (yaml.safe_dump({name: keys}, sort_keys=False, width=WIDTH) for name, keys in values.items() if keys)
     commented = "".join(f"# {line}\n" for line in textwrap.wrap(head, WIDTH))

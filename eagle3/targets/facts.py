@@ -12,7 +12,6 @@ from transformers.models.auto.modeling_auto import (
 
 from eagle3.errors import UserError
 from eagle3.targets.checkpoint import config_values, readable, sound_config, whole_config
-from eagle3.targets.sglang.version import EAGLE3_TARGETS
 
 # Sizes that a config should state rather than leave to its class's defaults.
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
@@ -32,11 +31,6 @@ class TargetFacts(NamedTuple):
     def context(self) -> int | None:
         """Longest context in tokens; None if the config does not say."""
         return getattr(self.config, "max_position_embeddings", None)
-
-    @property
-    def served(self) -> bool:
-        """Whether SGLang can serve this target with an EAGLE3 draft."""
-        return self.architecture in EAGLE3_TARGETS
 
     def engine_gpus(self, usable: float) -> int:
         """Number of GPUs, a power of two, that hold the weights if each has `usable` bytes for them."""

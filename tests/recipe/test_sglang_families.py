@@ -12,7 +12,7 @@ from family_run import run_recipe
 from family_targets import VOCABULARY, architecture, make_family_target, recipes, with_class
 from places import FAMILIES, RECIPES, ROOT
 from safetensors.torch import load_file, save_file
-from sglang_case import capturing_server, hook_of, largest_errors, target_behind
+from sglang_case import capturing_server, cpu_environment, hook_of, largest_errors, target_behind
 from sglang_cpu.environment import sglang_environment
 from test_sglang_capture import ALLOWED
 
@@ -20,18 +20,11 @@ from eagle3.draft.config import DraftConfig
 from eagle3.jobs.job import Prospect
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import target_config
-from eagle3.targets.sglang.version import EAGLE3_TARGETS
+from eagle3.targets.sglang.version import EAGLE3_TARGETS, LIST_TARGETS, eagle3_targets
 from eagle3.targets.transformers import load_target
 
 pytestmark = pytest.mark.sglang
 
-# Prints for each architecture in SGLang's registry whether its class can pass on layers' hidden states.
-CAPTURING = """
-import json
-from sglang.srt.models.registry import ModelRegistry
-models = ModelRegistry.models.items()
-print(json.dumps({name: hasattr(model, "set_eagle3_layers_to_capture") for name, model in models}))
-"""
 # In addition to the four families of test_sglang_capture.
 COMPARED = ("qwen2.5-7b", "phi-4", "glm-4.5-air", "deepseek-v2-lite", "kimi-k2", "gemma-3-27b")
 
@@ -65,13 +58,23 @@ def test_the_draft_of_every_recipe_is_taken_whole(verdicts, recipe):
 
 @pytest.fixture(scope="module")
 def registry() -> dict[str, bool]:
-    return in_sglang("-c", CAPTURING)
+    return in_sglang("-c", LIST_TARGETS)
 
 
 @pytest.mark.parametrize("recipe", recipes())
 def test_the_targets_that_take_a_draft_are_those_that_sglang_has(registry, recipe):
     name = architecture(recipe)
     assert registry[name] == (name in EAGLE3_TARGETS)  # a class that cannot be imported here would be missing
+
+
+def test_a_new_recipe_asks_the_sglang_that_is_installed_and_says_so_if_it_cannot(registry, monkeypatch):
+    lines = []
+    with cpu_environment():
+        assert eagle3_targets(lines.append) == EAGLE3_TARGETS | {name for name, takes in registry.items() if takes}
+    assert lines == []
+    monkeypatch.setattr("eagle3.targets.sglang.version.LIST_TARGETS", "raise SystemError('no driver')")
+    assert eagle3_targets(lines.append) == EAGLE3_TARGETS
+    assert "cannot be asked which targets it serves (SystemError: no driver)" in lines[0]
 
 
 def as_published(target: Path) -> None:
