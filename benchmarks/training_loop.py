@@ -20,7 +20,6 @@ import torch
 from launches import Case, fake_draft, parser_of, start, traced_case
 from one_rank import LLAMA_3_1_8B
 from roofline import Device
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tracing import Tracer
 
@@ -33,9 +32,9 @@ from eagle3.patches import NormLimit
 from eagle3.planning.memory import rank_bytes
 from eagle3.planning.step import Share
 from eagle3.recipe.schema import Recipe
-from eagle3.states.loader import Drawn, StreamLoader
+from eagle3.states.loader import Drawn, Reading, StreamLoader
 from eagle3.states.rows import LastHidden, Rows
-from eagle3.text.samples import Sample, SampleSet
+from eagle3.text.samples import SampleSet
 from eagle3.training.checkpoint import Checkpoints
 from eagle3.training.engine import deepspeed_config, gradient_scale, scheduler, start_engine
 from eagle3.training.run_folder import RunFolder
@@ -51,8 +50,8 @@ class ZeroRows:
 
     alone = False  # so that nothing is read ahead by another thread, outside the trace
 
-    def rows(self, samples: list[Sample], aux: list[Tensor], teacher: list[Tensor]) -> list[Rows]:
-        return [self._zeros(*map(len, each)) for each in zip(aux, teacher, strict=True)]
+    def rows(self, readings: list[Reading]) -> list[Rows]:
+        return [self._zeros(len(reading.aux), len(reading.teacher)) for reading in readings]
 
     def _zeros(self, aux: int, teacher: int) -> Rows:
         wide, dtype = LLAMA_3_1_8B.target_hidden_size, torch.bfloat16

@@ -25,7 +25,7 @@ from eagle3.jobs.target_probe import (
     write_probe,
 )
 from eagle3.parallel.topology import Topology, agreed
-from eagle3.states.loader import HiddenStateSource, LiveSource, SpooledSource, StoredSource
+from eagle3.states.loader import HiddenStateSource, LiveSource, Reading, SpooledSource, StoredSource
 from eagle3.states.rows import DraftLogits, Rows
 from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, own_folder, spool_bytes
 from eagle3.states.store.reader import HiddenStateStore
@@ -309,9 +309,9 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
             servers = Servers(target.servers, spool.path, target.in_flight, say)
             producer = stack.enter_context(closing(Producer(servers, spool, most, topology.stream.size())))
 
-            def ask(ticket: Ticket, sample: Sample) -> None:
-                wanted = WantedRows(sample.loss_mask, kept.window, kept.ttt_steps)
-                producer.ask(ticket, sample.ids, wanted, spool_bytes(settings.encoding, len(sample.ids), wanted))
+            def ask(ticket: Ticket, reading: Reading) -> None:
+                ids, wanted = reading.sample.ids, WantedRows(reading.supervised, kept.window, kept.ttt_steps)
+                producer.ask(ticket, ids, wanted, spool_bytes(settings.encoding, len(ids), wanted))
 
         reader = SpoolReader(Path(settings.spool) / message[0], topology.stream.rank())
         source = SpooledSource(reader, message[0], ask)
@@ -325,7 +325,7 @@ def _check_head(source: SpooledSource, head: TargetHead, topology: Topology) -> 
     every = torch.arange(HEAD_TOKENS)
     ids = every % len(head.embedding)
     sample = Sample(f"{topology.data.rank():032x}", ids, torch.ones(len(ids), dtype=torch.bool))
-    teacher = source.rows([sample], [every], [every[1:]])[0].teacher
+    teacher = source.rows([Reading(sample, sample.loss_mask, every, every[1:])])[0].teacher
     if isinstance(teacher, DraftLogits):
         return
     own = summarize_teacher(teacher.values.to(head.head.device, head.head.dtype), head.head, transform=head.transform)

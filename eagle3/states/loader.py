@@ -25,17 +25,23 @@ from eagle3.text.samples import Sample, SampleSet, Spans
 CHANNEL_SHIFT = 28
 
 
+class Reading(NamedTuple):
+    """What a rank reads of a sample. Row indices are int64 on the CPU; there may be none."""
+
+    sample: Sample
+    supervised: Tensor  # [T] bool: the tokens that are trained on, of which all ranks together read what they need
+    aux: Tensor  # the rows whose auxiliary states this rank reads
+    teacher: Tensor  # the rows whose teacher's values it reads
+
+
 class HiddenStateSource(Protocol):
     """Where hidden states come from."""
 
     alone: bool  # whether a rank may call `rows` without the others, from one thread at a time
 
-    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
-        """For each sample, the auxiliary states at rows aux[i] and the teacher's values at rows teacher[i].
-
-        Row indices are int64 on the CPU; a tensor may be empty. Unless `alone`, all ranks of a stream call this
-        together, with the same samples, each with its own rows.
-        """
+    def rows(self, readings: Sequence[Reading]) -> list[Rows]:
+        """The rows of each reading. Unless `alone`, all ranks of a stream call this together, with the same samples,
+        each with its own rows."""
 
 
 class LiveSource:
@@ -53,18 +59,19 @@ class LiveSource:
     ) -> None:
         self.target, self.group, self.device, self.keep_on = target, group, device, keep_on or device
 
-    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
+    def rows(self, readings: Sequence[Reading]) -> list[Rows]:
+        documents = [reading.sample.ids for reading in readings]
         if self.group.size() == 1:
-            results = self.target.prefill([sample.ids for sample in samples])
             return [
-                self._kept(Rows(states.aux[a], states.teacher[b]))
-                for states, a, b in zip(results, aux, teacher, strict=True)
+                self._kept(Rows(states.aux[reading.aux], states.teacher[reading.teacher]))
+                for states, reading in zip(self.target.prefill(documents), readings, strict=True)
             ]
-        owners = deal_streams([len(sample.ids) for sample in samples], self.group.size())
+        owners = deal_streams([*map(len, documents)], self.group.size())
         mine = owners[self.group.rank()]
         # Prefill everything before the first exchange: otherwise every batch would wait for the slowest rank.
-        results = agreed((lambda: self.target.prefill([samples[index].ids for index in mine])) if mine else None) or []
-        fetch_aux, fetch_teacher = (request_rows(each, owners, self.group, self.device) for each in (aux, teacher))
+        results = agreed((lambda: self.target.prefill([documents[index] for index in mine])) if mine else None) or []
+        wanted = [reading.aux for reading in readings], [reading.teacher for reading in readings]
+        fetch_aux, fetch_teacher = (request_rows(each, owners, self.group, self.device) for each in wanted)
         aux_rows = fetch_aux([states.aux for states in results])
         names = ("values", "argmax", "logsumexp")
         columns = [fetch_teacher([getattr(states.teacher, name) for states in results]) for name in names]
@@ -143,10 +150,12 @@ class StoredSource:
     store: HiddenStateStore
     alone = True
 
-    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
-        requests = zip(samples, aux, teacher, strict=True)
+    def rows(self, readings: Sequence[Reading]) -> list[Rows]:
         return self.store.read(
-            [RowRequest(sample.id, a, b, StoredTokens(sample.ids, sample.loss_mask)) for sample, a, b in requests]
+            [
+                RowRequest(sample.id, aux, teacher, StoredTokens(sample.ids, sample.loss_mask))
+                for sample, _, aux, teacher in readings
+            ]
         )
 
 
@@ -155,7 +164,8 @@ class SpooledSource:
     folder in the spool. All ranks of a stream call `rows` with the same samples, so they derive the same tickets
     (request names). Samples are read in the order of the call, even if they arrive in another order.
 
-    ask: requests the rows of a sample that any rank reads, and returns at once; None on all ranks of the stream but one
+    ask: requests what all ranks together read of a sample (`Reading.supervised` tells), and returns at once; None on
+        all ranks of the stream but one
     channel: different for each loader, so that the files of two loaders never share a name, even if ranks call the
     loaders in different orders
     """
@@ -163,7 +173,7 @@ class SpooledSource:
     alone = True
 
     def __init__(
-        self, reader: SpoolReader, job: str, ask: Callable[[Ticket, Sample], None] | None, channel: int = 0
+        self, reader: SpoolReader, job: str, ask: Callable[[Ticket, Reading], None] | None, channel: int = 0
     ) -> None:
         self.reader, self.job, self.ask, self.channel = reader, job, ask, channel
         self._times_asked: defaultdict[tuple[str, int], count[int]] = defaultdict(count)
@@ -172,16 +182,16 @@ class SpooledSource:
         """The same source for another loader."""
         return SpooledSource(self.reader, self.job, self.ask, channel)
 
-    def rows(self, samples: Sequence[Sample], aux: Sequence[Tensor], teacher: Sequence[Tensor]) -> list[Rows]:
-        tickets = [self._ticket(sample) for sample in samples]
+    def rows(self, readings: Sequence[Reading]) -> list[Rows]:
+        tickets = [self._ticket(reading.sample) for reading in readings]
         if self.ask:
-            for ticket, sample in zip(tickets, samples, strict=True):
-                self.ask(ticket, sample)
+            for ticket, reading in zip(tickets, readings, strict=True):
+                self.ask(ticket, reading)
         results = []
-        for ticket, sample, a, b in zip(tickets, samples, aux, teacher, strict=True):
+        for ticket, reading in zip(tickets, readings, strict=True):
             location = self.reader.wait(ticket)
-            self.reader.require_tokens(location, sample.ids)
-            results.append(self.reader.read(location, a, b))
+            self.reader.require_tokens(location, reading.sample.ids)
+            results.append(self.reader.read(location, reading.aux, reading.teacher))
             self.reader.done(ticket)
         return results
 
@@ -279,9 +289,8 @@ class StreamLoader(Generic[Batch]):
         stream_plans = [(stream, self.plan(stream)) for stream in streams]
         aux = chain.from_iterable(_by_document(stream, plan.rows) for stream, plan in stream_plans)
         teacher = chain.from_iterable(_by_document(stream, plan.teacher) for stream, plan in stream_plans)
-        document_rows = iter(
-            self.source.rows([sample for stream in members for sample, _ in stream], [*aux], [*teacher])
-        )
+        readings = zip(chain.from_iterable(members), aux, teacher, strict=True)
+        document_rows = iter(self.source.rows([Reading(*member, *rows) for member, *rows in readings]))
         loaded = []
         for samples, (stream, plan) in zip(members, stream_plans, strict=True):
             rows = Rows.cat([next(document_rows) for _ in samples])

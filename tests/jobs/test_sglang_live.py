@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ from eagle3.durable import create_text
 from eagle3.errors import UserError
 from eagle3.jobs.target_probe import probe_document, require_same_target
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
-from eagle3.states.loader import SpooledSource
+from eagle3.states.loader import Reading, SpooledSource
 from eagle3.states.rows import Rows
 from eagle3.states.spool import Spool, SpoolReader, spool_bytes
 from eagle3.states.store.folder import MANIFEST, Manifest
@@ -57,7 +58,7 @@ class Case:
     """A recipe with running servers. One of them was started by the line that capture.py prints."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.spool, self.url = folder, folder / "spool", f"http://127.0.0.1:{_free_port()}"
+        self.folder, self.spool, self.url = folder, folder / "spool", ""
         make_target(folder / "target")
         self.recipe = write_recipe(folder, folder / "target")
         values = yaml.safe_load(self.recipe.read_text())
@@ -65,7 +66,7 @@ class Case:
         values["hidden_states"] = values.get("hidden_states", {}) | {"prefill_tokens": 32}  # fewer than samples have
         values["output"]["check_export"] = False  # tests/draft/test_sglang_export.py does
         values["target"] = {
-            **{"backend": "sglang", "servers": [self.url], "attention": "intel_amx"},
+            **{"backend": "sglang", "attention": "intel_amx"},
             **{"memory_fraction": 0.2, "kv_tokens": 4096, "spool": str(self.spool), "tensor": 2},
         }
         self.recipe.write_text(yaml.safe_dump(values))
@@ -76,41 +77,51 @@ class Case:
     def start(self, launcher: str, *words: str) -> subprocess.Popen:
         return launch(sys.executable, f"launchers/{launcher}.py", "--recipe", str(self.recipe), *words)
 
+    @contextmanager
+    def server(self, *words: str) -> Iterator[str]:
+        """A server that is started as the line says which capture.py prints with these words. Yields its URL."""
+        line = self.run("capture", "--print-server", *words).splitlines()[-1]
+        typed, url = shlex.split(line), f"http://127.0.0.1:{_free_port()}"
+        settings = dict(word.split("=", 1) for word in typed[: typed.index("python")])
+        command = [sys.executable, *typed[typed.index("python") + 1 :]]
+        command[command.index("--port") + 1] = url.rpartition(":")[2]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        with cpu_environment(tensor=2):
+            server = subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, **quiet, start_new_session=True)
+        try:
+            within(START_SECONDS, lambda: server.poll() is not None or answers(url))
+            assert server.poll() is None, line
+            yield url
+        finally:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+
     def settings(self) -> HookSettings:
         """The settings of the server's hook, as the server reports them."""
         return HookSettings(**hook_settings(ask(self.url, "/server_info")))
 
 
+def within(seconds: float, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def answers(url: str) -> bool:
+    with suppress(OSError):
+        return bool(ask(url, "/model_info"))
+    return False
+
+
 @pytest.fixture(scope="module")
 def case(tmp_path_factory):
     live = Case(tmp_path_factory.mktemp("live"))
-    line = live.run("capture", "--print-server").splitlines()[-1]
-    words = shlex.split(line)
-    settings = dict(word.split("=", 1) for word in words[: words.index("python")])
-    command = [sys.executable, *words[words.index("python") + 1 :]]
-    command[command.index("--port") + 1] = live.url.rpartition(":")[2]
-    with cpu_environment(tensor=2):
-        server = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=os.environ | settings,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    try:
-        began = time.monotonic()
-        while True:
-            assert server.poll() is None and time.monotonic() - began < START_SECONDS, line
-            try:
-                ask(live.url, "/model_info")
-                break
-            except OSError:
-                time.sleep(0.5)
+    with live.server() as live.url:
+        values = yaml.safe_load(live.recipe.read_text())
+        values["target"]["servers"] = [live.url]
+        live.recipe.write_text(yaml.safe_dump(values))
         yield live
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +173,18 @@ def test_live_training_in_any_layout_follows_a_run_from_a_store(case, stored, la
     finish(process)
     require_same_course(metrics(folder), stored)
     assert left_in(case.spool) == []
+
+
+def test_live_training_with_the_targets_logits_and_spans_follows_a_run_from_a_store_of_hidden_states(case, stored):
+    spans = "data.spans={length: 8, per_document: 2}"
+    store = ("hidden_states.mode=stored", f"hidden_states.path={case.folder}/store")
+    case.run("train", *DEEPSPEED, *store, spans, f"output.dir={case.folder}/stored-spans")
+    expected = metrics(case.folder / "stored-spans")
+    assert expected[0]["loss"] != stored[0]["loss"]
+    with case.server("target.teacher=logits") as url:
+        words = (spans, "target.teacher=logits", f"target.servers=['{url}']", f"output.dir={case.folder}/logits-spans")
+        case.run("train", *DEEPSPEED, *words)
+    require_same_course(metrics(case.folder / "logits-spans"), expected)
 
 
 def test_a_trainer_killed_in_the_middle_goes_on_to_the_same_end_and_its_rows_are_swept(case, stored):
@@ -221,13 +244,14 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
         source = SpooledSource(
             KeepingReader(spool.path, keep),
             spool.job,
-            lambda ticket, sample: producer.ask(
-                ticket, sample.ids, None, spool_bytes(settings.encoding, len(sample.ids))
+            lambda ticket, reading: producer.ask(
+                ticket, reading.sample.ids, None, spool_bytes(settings.encoding, ticket.tokens)
             ),
         )
         plans = [plan_sequence(stream, 3, SequenceSharding(2, 1, "zigzag", "supervised"), rank) for rank in range(2)]
         requested = [[by_document(stream, plan.rows), by_document(stream, plan.teacher)] for plan in plans]
-        live = [source.rows(samples, *rows) for rows in requested]
+        masks = [one.loss_mask for one in samples]
+        live = [source.rows([Reading(*each) for each in zip(samples, masks, *rows, strict=True)]) for rows in requested]
         producer.close()
     stores = []
     for rank in range(2):
@@ -310,13 +334,6 @@ def test_a_server_of_another_checkpoint_is_refused_and_one_that_has_replaced_its
             (expected,) = load_target(case.folder / "target", aux_layers=LAYERS).prefill([document])
             with pytest.raises(UserError, match="it: its hidden states are not those of transformers .aux is off by"):
                 require_same_target([("it", rows)], expected, "transformers")
-
-
-def within(seconds: float, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert condition()
 
 
 def test_servers_that_hang_hold_up_nothing_while_another_one_answers(case, monkeypatch):

@@ -10,13 +10,15 @@ import time
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import numpy as np
 import pytest
 import torch
 from places import ROOT
 from store_cases import sample
 
 from eagle3.errors import UserError
-from eagle3.states.loader import SpooledSource
+from eagle3.parallel.sequence import SequenceSharding
+from eagle3.states.loader import Drawn, Reading, SpooledSource, StreamLoader
 from eagle3.states.rows import Rows
 from eagle3.states.spool import (
     GONE,
@@ -38,7 +40,7 @@ from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import require_supported
 from eagle3.targets.sglang.spool_writer import Selection, Share, SpoolWriter
 from eagle3.targets.sglang.version import require_captured
-from eagle3.text.samples import Sample
+from eagle3.text.samples import Sample, SampleSet, Spans
 
 HIDDEN = 16
 
@@ -365,9 +367,13 @@ def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_fre
         writer = hook_writer(spool)
         sources = [SpooledSource(SpoolReader(spool.path, rank), spool.job, None) for rank in range(2)]
         rows = [[torch.arange(len(one.ids))[rank::2] for one in samples] for rank in range(2)]
+        readings = [
+            [Reading(one, one.loss_mask, each, each) for one, each in zip(samples, of_rank, strict=True)]
+            for of_rank in rows
+        ]
         results: dict[int, list] = {}
         threads = [
-            threading.Thread(target=lambda r=rank: results.update({r: sources[r].rows(samples, rows[r], rows[r])}))
+            threading.Thread(target=lambda r=rank: results.update({r: sources[r].rows(readings[r])}))
             for rank in range(2)
         ]
         for thread in threads:
@@ -407,10 +413,49 @@ def test_training_and_held_out_samples_never_meet_in_one_file(tmp_path):
             feed(writer, ticket, one, states, [])
 
         train = SpooledSource(SpoolReader(spool.path, 0), spool.job, ask)
-        held_out, rows = train.beside(1), [torch.arange(3)]
+        held_out, rows = train.beside(1), torch.arange(3)
         for source in (held_out, train, train, held_out):
-            assert torch.equal(source.rows([one], rows, rows)[0].aux, states.aux[:3])
+            assert torch.equal(source.rows([Reading(one, one.loss_mask, rows, rows)])[0].aux, states.aux[:3])
         assert len(set(shards)) == 4
+
+
+class Alone:
+    """A group of one rank."""
+
+    rank, size = (lambda self: 0), (lambda self: 1)
+
+
+def test_of_a_sample_whose_spans_are_drawn_anew_only_the_drawn_ones_are_asked_for(tmp_path):
+    _, ids, _, states = sample(3, 60, HIDDEN)
+    samples = SampleSet.pack([(ids.numpy(), np.arange(60) >= 20)])
+    spans, masks = Spans(4, 1, seed=0), []
+    with Spool(tmp_path) as spool:
+        writer = hook_writer(spool)
+
+        def ask(ticket: Ticket, reading: Reading) -> None:
+            masks.append(reading.supervised)
+            rows = WantedRows(reading.supervised, 5, 3)
+            want(spool.path, ticket, rows)
+            kept = Rows(states.aux[rows.seen], states.teacher[rows.taught])
+            writer.take(share_of(ticket, 0, 60, rows), ids, kept)
+
+        loader = StreamLoader(
+            samples,
+            SpooledSource(SpoolReader(spool.path, 0), spool.job, ask),
+            lambda _stream, plan, rows: (plan, rows),
+            steps=3,
+            sharding=SequenceSharding(),
+            data=Alone(),
+            sequence=Alone(),
+            window=5,
+            spans=spans,
+        )
+        for epoch in range(3):
+            ((_, _, (plan, rows)),) = [vars(each).values() for each in loader.load([Drawn(0, epoch)], 1)]
+            assert torch.equal(masks[-1], spans.draw(samples[0], epoch)) and int(masks[-1].sum()) <= 4
+            assert torch.equal(rows.aux, states.aux[plan.rows])
+            assert torch.equal(rows.teacher.values, states.teacher.values[plan.teacher])
+    assert len({tuple(mask.tolist()) for mask in masks}) > 1
 
 
 def test_a_sample_that_never_fits_the_spool_is_refused_with_the_size_it_needs(tmp_path):

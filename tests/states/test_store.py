@@ -25,7 +25,7 @@ from store_cases import (
 
 from eagle3.errors import UserError
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
-from eagle3.states.loader import StoredSource
+from eagle3.states.loader import Reading, StoredSource
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
 from eagle3.states.store.codecs import Fp8, chunk_rows
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
@@ -200,7 +200,11 @@ def test_hidden_states_of_other_tokens_are_refused(tmp_path, change, part):
     nothing = torch.tensor([], dtype=torch.int64)
     samples = [Sample(one, ids, mask) for one, ids, mask, _ in (sample(number, tokens=50) for number in (6, 7, 8))]
     beginning = dataclasses.replace(samples[2], ids=samples[2].ids[:1], loss_mask=samples[2].loss_mask[:1])
-    assert len(source.rows([*samples, beginning], 4 * [torch.arange(1)], 4 * [nothing])) == 4
+
+    def first_rows(*samples: Sample) -> list[Reading]:
+        return [Reading(one, one.loss_mask, torch.arange(1), nothing) for one in samples]
+
+    assert len(source.rows(first_rows(*samples, beginning))) == 4
     ids, mask = change(samples[1].ids, samples[1].loss_mask)
     shard = r"shard-\w+-\d+"
     with pytest.raises(
@@ -209,9 +213,7 @@ def test_hidden_states_of_other_tokens_are_refused(tmp_path, change, part):
         rf"and "
         rf"{shard}.json, and run capture.py",
     ):
-        source.rows(
-            [samples[0], dataclasses.replace(samples[1], ids=ids, loss_mask=mask)], 2 * [torch.arange(1)], 2 * [nothing]
-        )
+        source.rows(first_rows(samples[0], dataclasses.replace(samples[1], ids=ids, loss_mask=mask)))
 
 
 class CountingFileSystem(LocalFileSystem):
