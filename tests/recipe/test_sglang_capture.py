@@ -30,7 +30,7 @@ from eagle3.states.store.writer import StoreWriter
 from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.client import SGLangTarget, require_capture
 from eagle3.targets.sglang.server import SGLangServer
-from eagle3.targets.sglang.version import capture_flags, other_numbers
+from eagle3.targets.sglang.version import capture_flags, greedy_request, other_numbers
 from eagle3.targets.transformers import load_target
 from eagle3.text.samples import Sample
 from eagle3.text.vocabulary import DraftVocabulary, save_vocabulary
@@ -152,13 +152,13 @@ def test_a_request_that_the_hook_cannot_serve_fails_with_the_reason_and_the_serv
     (prompt,) = documents(20, seed=13)
     (expected,) = load_target(model, aux_layers=AUX_LAYERS).prefill([prompt])
     with target_behind([server.url], settings) as target:
-        spool, producer = target.producer.spool, target.producer
+        spool = target.producer.spool
         ticket = Ticket.of(spool.job, "a" * 32, 20, 1)
         (spool.path / ticket.mark("wanted")).write_text("{")
-        future = producer.ask(ticket, prompt, None, 10_000)
+        ask(server.url, "/generate", {"rid": ticket.text, **greedy_request(prompt.tolist(), 1)})
         with pytest.raises(UserError, match="sglang: the hook failed .*Expecting property name"):
-            future.result(60)
-        producer.release(ticket)
+            target.reader.wait(ticket)
+        target.producer.release(ticket)
         (again,) = target.prefill([prompt])
         assert max(largest_errors(again, expected).values()) < ALLOWED
 
