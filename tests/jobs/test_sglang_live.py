@@ -126,8 +126,9 @@ def case(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stored(case):
-    """Metrics of a run from a store that was captured from the server, in fp32."""
-    output = case.run("capture", f"hidden_states.path={case.folder}/store")
+    """Metrics of a run from a store that two processes captured from the server, in fp32."""
+    words = ("launchers/capture.py", "--recipe", str(case.recipe), f"hidden_states.path={case.folder}/store")
+    output = finish(launch(*deepspeed(2), *words))
     assert "complete" in output and left_in(case.spool) == []
     case.run("train", *DEEPSPEED, "hidden_states.mode=stored", f"hidden_states.path={case.folder}/store")
     return metrics(case.folder / "run")
