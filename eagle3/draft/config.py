@@ -48,6 +48,9 @@ class DraftConfig:
     aux_layers: tuple[int, ...] | None = None  # 0-based target layers whose outputs the draft reads
     fc_norm: bool = False  # whether each of the three target states is normed before they are fused
     norm_output: bool = False  # whether a step hands on its normed output instead of the un-normed one
+    # Of drafts from elsewhere; recipes have no keys for them.
+    norm_before_fc: bool = False  # whether the three target states are normed together before they are fused
+    norm_before_residual: bool = False  # whether attention's output is added to the normed hidden state
     window: int | None = None  # most keys that a query sees, its own included; None: all
     token_ids: dict[str, Any] = field(default_factory=dict)  # the target's bos_, eos_ and pad_token_id
 
@@ -177,6 +180,8 @@ class DraftConfig:
             aux_layers=_aux_layers(values, eagle, origin),
             fc_norm=bool(values.get("fc_norm") or values.get("use_aux_norm")),
             norm_output=bool(values.get("norm_output")),
+            norm_before_fc=bool(eagle.get("norm_before_fc", values.get("norm_before_fc"))),
+            norm_before_residual=bool(values.get("norm_before_residual")),
             window=_window(values, origin),
             token_ids={name: values.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         )
@@ -208,6 +213,7 @@ class DraftConfig:
             "dtype": dtype,
             "fc_norm": self.fc_norm,
             "norm_output": self.norm_output,
+            **{name: True for name in ("norm_before_fc", "norm_before_residual") if getattr(self, name)},
             **({} if self.window is None else {"layer_types": [_SLIDING], "sliding_window": self.window}),
             _AUX_LAYERS: [layer + 1 for layer in self.aux_layers] if self.aux_layers else None,
             "eagle_config": {
@@ -298,7 +304,19 @@ def drafted_tokens(chosen: int | None, target_vocab_size: int) -> int:
 def read_draft_config(path: Path) -> DraftConfig:
     """Reads a draft's config.json. Raises UserError if it cannot be read, or does not describe a draft."""
     values = read_json_object(path, "name the config.json of a draft", "export the draft again or fix the file")
-    return DraftConfig.from_json(values, str(path))
+    return DraftConfig.from_json(_plain(values, str(path)), str(path))
+
+
+def _plain(values: dict[str, Any], origin: str) -> dict[str, Any]:
+    """The keys of a config.json as this project exports them. Speculators (src/speculators/models/eagle3/config.py)
+    puts those of the layer into a section of their own. Raises UserError if it describes another kind of draft."""
+    kind = values.get("speculators_model_type")
+    if kind is None:
+        return values
+    layer = values.get("transformer_layer_config")
+    if kind != "eagle3" or not isinstance(layer, dict):
+        raise UserError(f"{origin}: describes a draft of type {shown(kind)}, not EAGLE3; name an EAGLE3 draft")
+    return layer | {name: value for name, value in values.items() if value is not None}
 
 
 def _aux_layers(values: dict[str, Any], eagle: dict[str, Any], origin: str) -> tuple[int, ...] | None:

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.draft.model import Eagle3Draft
+from eagle3.draft.published import plain_tensors
 from eagle3.durable import flush, publish
 from eagle3.errors import UserError
+from eagle3.parsing import read_json_object
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 DIGEST = "sha256_of_tensors"  # a key in the weights' metadata; engines ignore it
 EMBEDDING = "embed_tokens.weight"
-# Parameter of Eagle3Draft -> names of its equal parts in an export. fc_norm has the same names in both.
+# Parameter of Eagle3Draft -> names of its equal parts in an export. fc_norm and input_norm have the same names in both.
 _NAMES = {
     "embedding.weight": (EMBEDDING,),
     "fc.weight": ("fc.weight",),
@@ -191,14 +193,38 @@ def export_draft(
 
 
 def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
-    """Reads an exported draft. Raises UserError if a file is missing, damaged, or does not belong to an EAGLE3 draft.
+    """Reads a draft that this project or another trainer exported (see `published`). Raises UserError if a file is
+    missing, damaged, or does not belong to an EAGLE3 draft.
 
     The tensors must match the digest that the export stored with them. Older exports, and drafts from elsewhere, have
     no digest.
     """
     config, path = read_draft_config(folder / CONFIG), folder / weights_name
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; name a folder that export wrote")
+    tensors = {}
+    for file in _weight_files(path):
+        tensors |= _read_weights(file)
+    tensors = plain_tensors(tensors, config, str(path))
+    d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
+    return ExportedDraft(config, tensors, d2t, t2d, str(folder))
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """The file of a draft's weights, or the files that its index names."""
+    index = path.with_name(f"{path.name}.index.json")
+    if path.is_file() or not index.is_file():
+        if not path.is_file():
+            raise UserError(
+                f"{path}: no such file; name the folder of a draft in safetensors (a pickled pytorch_model.bin is not "
+                "read, because that could run code: convert it)"
+            )
+        return [path]
+    names = read_json_object(index, "copy the draft again", "copy the draft again").get("weight_map")
+    if not isinstance(names, dict) or any(Path(str(name)).name != name for name in names.values()):
+        raise UserError(f"{index}: weight_map does not name files of this folder; copy the draft again")
+    return [path.with_name(name) for name in sorted(set(names.values()))]
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, "pt") as file:
             digest = (file.metadata() or {}).get(DIGEST)
@@ -210,15 +236,7 @@ def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
             f"{path}: damaged, or changed after it was exported (its {DIGEST} is not that of its tensors); export the "
             "draft again, or copy it again from its source"
         )
-    for name, kind in (("d2t", torch.int64), ("t2d", torch.bool)):
-        if name not in tensors or tensors[name].dtype != kind:
-            raise UserError(f"{path}: {name} ({kind}) is missing; this is not an EAGLE3 draft")
-    d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
-    sizes = len(d2t), len(t2d)
-    consistent = torch.equal(t2d.nonzero().flatten(), torch.arange(len(d2t)) + d2t)
-    if sizes != (config.draft_vocab_size, config.vocab_size) or not consistent:
-        raise UserError(f"{path}: d2t and t2d do not agree with each other or with config.json; export the draft again")
-    return ExportedDraft(config, tensors, d2t, t2d, str(folder))
+    return tensors
 
 
 def tensor_digest(tensors: dict[str, Tensor]) -> str:

@@ -63,10 +63,14 @@ class Eagle3Attention(MegatronModule):
 
 
 class Eagle3Layer(MegatronModule):
-    """The decoder layer: x = [RMS(embedding), RMS(hidden)]; h = hidden + attention(x); h + MLP(RMS(h))."""
+    """The decoder layer: x = [RMS(embedding), RMS(hidden)]; h = hidden + attention(x); h + MLP(RMS(h)).
 
-    def __init__(self, config: TransformerConfig, tensor: ProcessGroup) -> None:
+    norm_before_residual: h = RMS(hidden) + attention(x) instead
+    """
+
+    def __init__(self, config: TransformerConfig, tensor: ProcessGroup, norm_before_residual: bool) -> None:
         super().__init__(config=config)
+        self.norm_before_residual = norm_before_residual
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.input_layernorm, self.hidden_norm = WrappedTorchNorm(**norm), WrappedTorchNorm(**norm)
         self.self_attention = Eagle3Attention(config, tensor)
@@ -81,7 +85,8 @@ class Eagle3Layer(MegatronModule):
     def forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The part after attention: maps hidden [Q, H] and attended [Q, local heads, d] to the layer's un-normed output
         [Q, H]."""
-        hidden = hidden + self.self_attention.output(attended)
+        residual = self.hidden_norm(hidden) if self.norm_before_residual else hidden
+        hidden = residual + self.self_attention.output(attended)
         return hidden + self.mlp(self.pre_mlp_layernorm(hidden))[0]
 
 
@@ -110,9 +115,12 @@ class Eagle3Draft(MegatronModule):
         norm = {"config": config, "eps": config.layernorm_epsilon}
         norms = (WrappedTorchNorm(hidden_size=wide, **norm) for _ in range(AUX_LAYERS))
         self.fc_norm = nn.ModuleList(norms) if draft_config.fc_norm else None
+        self.input_norm = (
+            WrappedTorchNorm(hidden_size=AUX_LAYERS * wide, **norm) if draft_config.norm_before_fc else None
+        )
         self.fc = nn.Linear(AUX_LAYERS * wide, hidden, bias=False, dtype=dtype)
         config.init_method(self.fc.weight)
-        self.layer = Eagle3Layer(config, groups.tp)
+        self.layer = Eagle3Layer(config, groups.tp, draft_config.norm_before_residual)
         self.norm = WrappedTorchNorm(hidden_size=hidden, **norm)
         self.lm_head = ColumnParallelLinear(
             hidden,
@@ -132,6 +140,8 @@ class Eagle3Draft(MegatronModule):
 
     def fuse(self, aux: Tensor) -> Tensor:
         """Maps aux [N, 3Ht], the three target layers from low to high, to fused states h [N, H]."""
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
         if self.fc_norm is not None:
             aux = torch.cat(
                 [norm(part) for norm, part in zip(self.fc_norm, aux.chunk(AUX_LAYERS, -1), strict=True)], -1

@@ -21,6 +21,7 @@ from eagle3.jobs.job import Inputs, choices_of, start_target
 from eagle3.jobs.supply import engine_options
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.schema import Recipe
+from eagle3.targets.sglang.draft_check import require_known
 from eagle3.targets.sglang.version import CONTEXT_RESERVE, require_captured
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import DraftVocabulary
@@ -127,6 +128,7 @@ def judge_served(
     evaluation, config = inputs.recipe.evaluation, inputs.config
     draft = read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
+    require_known(draft, exported)
     require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers, config.model_type)
     room = max(tree.tokens, CONTEXT_RESERVE)
     prompts = prompts_to_judge(inputs, prompts_file, room)

@@ -172,7 +172,7 @@ class Weights:
         hidden, wide = draft.hidden_size, draft.target_hidden_size
         heads = (draft.num_attention_heads + 2 * draft.num_key_value_heads) * draft.head_dim // tensor
         return cls(
-            entry=3 * wide * hidden + (3 * wide if draft.fc_norm else 0),
+            entry=3 * wide * hidden + (3 * wide if draft.fc_norm or draft.norm_before_fc else 0),
             project=2 * hidden * heads + 2 * hidden,
             finish=hidden * draft.num_attention_heads * draft.head_dim // tensor
             + 3 * hidden * draft.intermediate_size // tensor

@@ -152,11 +152,21 @@ def test_a_target_wider_than_the_draft_equals_the_definition(topology):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"fc_norm": True}, {"norm_output": True}, {"fc_norm": True, "norm_output": True}], ids=str
+    "names",
+    [
+        ("fc_norm",),
+        ("norm_output",),
+        ("fc_norm", "norm_output"),
+        ("norm_before_fc", "norm_before_residual"),
+        ("norm_before_residual", "norm_output"),
+    ],
+    ids=str,
 )
-def test_fc_norm_and_norm_output_equal_the_definition(topology, changes):
+def test_norms_that_some_drafts_have_equal_the_definition(topology, names):
+    changes = dict.fromkeys(names, True)
     trained = _check(random_case(UNEQUAL, seed=9, target_hidden_size=12, **changes), topology)
     assert ("fc_norm.2.weight" in trained.gradients) == ("fc_norm" in changes)
+    assert ("input_norm.weight" in trained.gradients) == ("norm_before_fc" in changes)
 
 
 def test_an_epsilon_that_matters_equals_the_definition(topology):

@@ -132,6 +132,8 @@ def random_case(loss_masks: Sequence[Sequence[int]], seed: int = 0, **changes: A
     }
     for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
         weights[f"{name}.weight"] = 1 + normal(hidden, scale=0.3)
+    if config.norm_before_fc:
+        weights["input_norm.weight"] = 1 + normal(3 * wide, scale=0.3)
     if config.fc_norm:
         weights |= {f"fc_norm.{i}.weight": 1 + normal(wide, scale=0.3) for i in range(3)}
     t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
@@ -205,6 +207,8 @@ def _document(case: Case, w: dict[str, Tensor], document: Document, steps: int, 
     del z
 
     aux, eps = document.aux.to(dtype), config.rms_norm_eps
+    if config.norm_before_fc:
+        aux = _rms(aux, w["input_norm.weight"], eps)
     if config.fc_norm:
         thirds = aux.chunk(3, -1)
         aux = torch.cat([_rms(third, w[f"fc_norm.{i}.weight"], eps) for i, third in enumerate(thirds)], -1)
@@ -235,7 +239,8 @@ def _document(case: Case, w: dict[str, Tensor], document: Document, steps: int, 
         o = p[..., :length] @ values[0]
         for i, own_value in enumerate(values[1:]):
             o = o + p[..., length + i : length + i + 1] * own_value
-        h = h + o.transpose(0, 1).flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
+        residual = _rms(h, w["midlayer.hidden_norm.weight"], eps) if config.norm_before_residual else h
+        h = residual + o.transpose(0, 1).flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
         normed = _rms(h, w["midlayer.post_attention_layernorm.weight"], eps)
         gate, up = (normed @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         h = h + (torch.nn.functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T

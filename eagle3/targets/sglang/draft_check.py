@@ -39,6 +39,7 @@ def main() -> None:
 def check_draft(folder: Path) -> str:
     """Check the draft and describe it in one line. Call start_runtime first. Raises UserError naming the tensor that is
     wrong."""
+    require_known(read_draft_config(folder / "config.json"), folder)
     model, tensors = empty_draft(folder), load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name not in VOCABULARY and not torch.isfinite(tensor).all():
@@ -53,6 +54,15 @@ def check_draft(folder: Path) -> str:
     note = f" (EAGLE3.1: {', '.join(extensions)})" if extensions else ""
     embedding = "of the export" if EMBEDDING in tensors else "of the target"
     return f"SGLang {version('sglang')} takes all {len(tensors)} tensors{note}, with the embedding {embedding}"
+
+
+def require_known(config: DraftConfig, folder: Path) -> None:
+    """Raises UserError if SGLang would compute something else than this draft."""
+    if config.norm_before_residual:
+        raise UserError(
+            f"{folder}: SGLang does not know norm_before_residual, and would compute another draft without a word; judge "
+            "it with --engine transformers"
+        )
 
 
 def start_runtime(folder: Path) -> None:

@@ -1,0 +1,173 @@
+"""Drafts in the forms in which other trainers and engines publish them are read as what they are."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_interchange import D2T, SIZES, T2D, _draft, _export
+
+from eagle3.draft.interchange import export_draft, load_weights, read_exported
+from eagle3.draft.model import Eagle3Draft
+from eagle3.errors import UserError
+from eagle3.targets.sglang.draft_check import require_known
+
+IDS = T2D.nonzero().flatten()
+
+
+def specforge(values: dict, tensors: dict) -> dict:
+    """SpecForge: the same names, without an embedding."""
+    tensors.pop("embed_tokens.weight", None)
+    return values
+
+
+def safeailab(values: dict, tensors: dict) -> dict:
+    """SafeAILab (eagle/traineagle3/config.json): no sizes of its own but the usual ones, in fp16."""
+    for name, tensor in tensors.items():
+        tensors[name] = tensor.half() if tensor.is_floating_point() else tensor
+    for key in ("fc_norm", "norm_output", "eagle_config", "eagle_aux_hidden_state_layer_ids", "rope_parameters"):
+        values.pop(key, None)
+    return values
+
+
+def speculators(values: dict, tensors: dict) -> dict:
+    """vllm-project/speculators: the layer's shape in a section, the layer under `layers.0`, parts of the target."""
+    for name in [name for name in tensors if name.startswith("midlayer.")]:
+        tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
+    tensors |= {"verifier_norm.weight": torch.ones(16), "verifier_lm_head.weight": torch.ones(12, 16)}
+    own = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_output")
+    layer = {name: value for name, value in values.items() if name not in (*own, "eagle_config", "architectures")}
+    return {
+        "speculators_model_type": "eagle3",
+        "architectures": ["Eagle3Speculator"],
+        "transformer_layer_config": layer,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        **{name: values[name] for name in own},
+    }
+
+
+def vllm(values: dict, tensors: dict) -> dict:
+    """As vLLM holds it in memory: projections fused, everything under `model.`, token ids in d2t."""
+    for fused, parts in (("self_attn.qkv", ("q", "k", "v")), ("mlp.gate_up", ("gate", "up"))):
+        place = f"midlayer.{fused.partition('.')[0]}"
+        names = [f"{place}.{part}_proj.weight" for part in parts]
+        tensors[f"midlayer.{fused}_proj.weight"] = torch.cat([tensors.pop(name) for name in names])
+    for name in [name for name in tensors if name not in ("d2t", "t2d", "lm_head.weight")]:
+        tensors[f"model.{name.replace('midlayer.', 'layers.0.')}"] = tensors.pop(name)
+    tensors["d2t"] = IDS.clone()
+    return values
+
+
+def legacy_norms(values: dict, tensors: dict) -> dict:
+    """SGLang's former names of fc_norm."""
+    for number, third in enumerate(("low", "mid", "high")):
+        tensors[f"aux_norm_{third}.weight"] = tensors.pop(f"fc_norm.{number}.weight")
+    values["use_aux_norm"] = values.pop("fc_norm")
+    return values
+
+
+def rewritten(folder: Path, change) -> Path:
+    values, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(change(values, tensors)))
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("change", [specforge, safeailab, speculators, vllm])
+def test_a_draft_in_every_published_form_has_the_tensors_that_it_was_written_with(tmp_path, topology, change):
+    own = read_exported(_export(tmp_path / "own", _draft(topology, 1)))
+    read = read_exported(rewritten(_export(tmp_path / "other", _draft(topology, 1)), change))
+    shape = ("token_ids", "aux_layers")
+    assert {**vars(read.config), **dict.fromkeys(shape)} == {**vars(own.config), **dict.fromkeys(shape)}
+    assert torch.equal(read.d2t, D2T) and torch.equal(read.t2d, T2D)
+    assert read.weights.keys() == own.weights.keys() - ({"embed_tokens.weight"} if change is specforge else set())
+    for name, tensor in read.weights.items():
+        assert torch.equal(tensor.float(), own.weights[name].to(tensor.dtype).float()), name
+
+
+def test_the_norms_of_other_trainers_are_read(tmp_path, topology):
+    own = read_exported(_export(tmp_path / "own", _draft(topology, 2, fc_norm=True)))
+    read = read_exported(rewritten(_export(tmp_path / "other", _draft(topology, 2, fc_norm=True)), legacy_norms))
+    assert read.config.fc_norm and read.weights.keys() == own.weights.keys()
+    folder = rewritten(
+        _export(tmp_path / "normed", _draft(topology, 2, norm_before_fc=True, norm_before_residual=True)), speculators
+    )
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"norm_before_fc": True, "norm_before_residual": True}))
+    normed = read_exported(folder)
+    assert normed.config.norm_before_fc and normed.config.norm_before_residual
+    load_weights(Eagle3Draft(normed.config, topology.modules_alone, torch.float32), normed, topology.tensor)
+    assert "input_norm.weight" in normed.weights
+    with pytest.raises(UserError, match="SGLang does not know norm_before_residual.*--engine transformers"):
+        require_known(normed.config, folder)
+
+
+def test_a_draft_in_several_files_is_read_whole_and_its_index_names_no_file_elsewhere(tmp_path, topology):
+    folder = _export(tmp_path / "draft", _draft(topology, 3))
+    own, tensors = read_exported(folder), load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    places = {name: f"model-0000{number % 2 + 1}-of-00002.safetensors" for number, name in enumerate(tensors)}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name in tensors if places[name] == file}, folder / file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    read = read_exported(folder)
+    assert all(torch.equal(read.weights[name], tensor) for name, tensor in own.weights.items())
+    index.write_text(json.dumps({"weight_map": places | {"fc.weight": "../model.safetensors"}}))
+    with pytest.raises(UserError, match="weight_map does not name files of this folder"):
+        read_exported(folder)
+
+
+@pytest.mark.parametrize("missing", ["d2t", "t2d"])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_one_of_the_vocabularys_tables_is_enough(tmp_path, topology, missing, as_ids):
+    def change(values: dict, tensors: dict) -> dict:
+        tensors["d2t"] = IDS.clone() if as_ids else tensors["d2t"]
+        del tensors[missing]
+        return values
+
+    read = read_exported(rewritten(_export(tmp_path / "draft", _draft(topology, 4)), change))
+    assert torch.equal(read.d2t, D2T) and torch.equal(read.t2d, T2D)
+
+
+def test_a_draft_of_the_whole_vocabulary_needs_no_tables_and_its_head_may_be_tied(tmp_path, topology):
+    draft = _draft(topology, 5, draft_vocab_size=SIZES["vocab_size"])
+    whole = torch.ones(SIZES["vocab_size"], dtype=torch.bool)
+
+    def tied(values: dict, tensors: dict) -> dict:
+        for name in ("d2t", "t2d", "lm_head.weight"):
+            del tensors[name]
+        return values
+
+    folder, weights = tmp_path / "draft", dict(draft.named_parameters())
+    tables = {"d2t": torch.zeros(len(whole), dtype=torch.int64), "t2d": whole}
+    export_draft(folder, draft, weights, **tables, dtype=torch.float32, with_embedding=True)
+    read = read_exported(rewritten(folder, tied))
+    assert torch.equal(read.weights["lm_head.weight"], read.weights["embed_tokens.weight"])
+    assert torch.equal(read.t2d, whole) and not read.d2t.any()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"speculators_model_type": "dflash"}, "describes a draft of type 'dflash', not EAGLE3"),
+        ({"speculators_model_type": "eagle3"}, "describes a draft of type 'eagle3', not EAGLE3"),
+    ],
+)
+def test_another_kind_of_draft_is_named(tmp_path, topology, values, message):
+    folder = rewritten(_export(tmp_path / "draft", _draft(topology, 6)), lambda _, tensors: values)
+    with pytest.raises(UserError, match=message):
+        read_exported(folder)
+
+
+def test_what_a_draft_has_beyond_eagle3_is_named(tmp_path, topology):
+    def with_query_norm(values: dict, tensors: dict) -> dict:
+        tensors["layers.0.self_attn.q_norm.weight"] = torch.ones(6)
+        return values
+
+    read = read_exported(rewritten(_export(tmp_path / "draft", _draft(topology, 7)), with_query_norm))
+    with pytest.raises(UserError, match="midlayer.self_attn.q_norm.weight is not a weight of an EAGLE3 draft"):
+        load_weights(_draft(topology, 7), read, topology.tensor)
