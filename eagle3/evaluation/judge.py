@@ -69,11 +69,12 @@ class Judgement:
 
     def lines(self) -> list[str]:
         """The result in words, line by line."""
-        trained, speed = self.trained, self.speed
+        trained, speed, mean = self.trained, self.speed, self.trained.mean_acceptance_length
         positions = " ".join(f"{share:.2f}" for share in trained.position_acceptance)
         return [
             f"acceptance length {trained.acceptance_length:.2f} (tokens per verification: accepted drafts and the "
             "target's own)",
+            *([f"mean over conversations {mean:.2f} (as papers average)"] if mean is not None else []),
             *self.window.lines(),
             *([f"untrained draft: acceptance length {self.untrained.acceptance_length:.2f}"] if self.untrained else []),
             f"accepted by draft position 1..{trained.draft_tokens}: {positions}",

@@ -244,6 +244,7 @@ def count_drafted(answers: Sequence[TimedAnswer], steps: int) -> SpeculativeResu
         mismatches=0,
         seconds_speculative=sum(each.seconds for each in answers),
         seconds_plain=0.0,
+        of_each=[(_yielded(each.answer), sum(each.answer.histogram)) for each in answers],
     )
 
 

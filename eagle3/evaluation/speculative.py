@@ -8,7 +8,7 @@ import itertools
 import os.path
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -221,6 +221,8 @@ class SpeculativeResult:
     seconds_plain: float
     compared: bool = True  # False if sampled: two samples of a distribution cannot be compared token by token
     plain_tokens: int | None = None  # new tokens of plain decoding; None if as many as new_tokens
+    # Each conversation's share of `yielded`, and of `verifications`:
+    of_each: list[tuple[int, int]] = field(default_factory=list)
 
     @classmethod
     def over(cls, decoded: Sequence[DecodedConversation], draft_tokens: int) -> "SpeculativeResult":
@@ -247,12 +249,20 @@ class SpeculativeResult:
             seconds_plain=sum(each.seconds_plain for each in decoded),
             compared=None not in verdicts,
             plain_tokens=sum(each.plain_tokens for each in decoded),
+            of_each=[(each.yielded, len(each.verifications)) for each in decoded],
         )
 
     @property
     def acceptance_length(self) -> float:
         """Tokens produced per verification: accepted drafts plus the target's own next token (1 = none accepted)."""
         return self.yielded / self.verifications
+
+    @property
+    def mean_acceptance_length(self) -> float | None:
+        """The mean of the conversations' own acceptance lengths, as papers average; None if they are not known. Engines
+        count every verification once, as `acceptance_length` does, so that a long answer weighs more."""
+        lengths = [yielded / verifications for yielded, verifications in self.of_each if verifications]
+        return sum(lengths) / len(lengths) if lengths else None
 
     @property
     def position_acceptance(self) -> list[float]:
@@ -272,6 +282,7 @@ class SpeculativeResult:
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {
             "acceptance_length": self.acceptance_length,
+            "mean_acceptance_length": self.mean_acceptance_length,
             "position_acceptance": self.position_acceptance,
             "conditional_acceptance": self.conditional_acceptance,
             "lossless": self.lossless,

@@ -119,6 +119,10 @@ def test_verifications_are_counted_in_full_up_to_an_eos():
     both = count_drafted([cut, ended], 3)
     assert (both.verifications, both.yielded, both.accepted) == (6, 8 + 7, [4, 4, 3])
     assert both.new_tokens == 16 and both.seconds_speculative == 2.0
+    short = served([3, 0, 0, 0], 4, False)  # none accepted: a third of the verifications, half of the conversations
+    both = count_drafted([cut, short], 3)
+    assert both.acceptance_length == (8 + 3) / 6
+    assert both.mean_acceptance_length == (8 / 3 + 1) / 2 == both.as_dict()["mean_acceptance_length"]
 
 
 def test_what_people_read_names_engine_and_speed():

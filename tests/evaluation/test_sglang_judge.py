@@ -299,7 +299,8 @@ def test_a_tree_under_a_window_accepts_as_the_definition_says(decoded, windowed)
 
 def test_the_figures_mean_the_same(decoded):
     served, own = count_drafted(decoded.served, STEPS), decoded.own_result
-    for name in ("conversations", "draft_tokens", "new_tokens", "verifications", "yielded", "acceptance_length"):
+    names = ("conversations", "draft_tokens", "new_tokens", "verifications", "yielded", "acceptance_length", "of_each")
+    for name in names:
         assert getattr(served, name) == getattr(own, name), name
     whole = [number for number, (answer, _) in enumerate(decoded.served) if not answer.stopped]
     shares = count_drafted([decoded.served[number] for number in whole], STEPS).accepted
