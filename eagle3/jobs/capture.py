@@ -138,8 +138,7 @@ def fill(
             _capture_here(job, samples, writer, (alone, together), topology, console, watchdog)
     watchdog.at("the end of its share")
     dist.barrier()
-    shares = topology.batch.size() * part.count
-    console.result(f"{path}: {'complete' if shares == 1 else f'this share of {shares} is complete'}")
+    console.result(f"{path}: {'complete' if part.count == 1 else f'this share of {part.count} is complete'}")
 
 
 def _expected_of_servers(job: Job, missing: bool, topology: Topology, console: Console) -> Rows | None:
@@ -161,9 +160,9 @@ def _capture_by_sglang(
 ) -> None:
     if not samples:
         return
-    course = ShareCourse(len(samples), sum(one.tokens for one in samples), console, watchdog.at)
     watchdog.at("starting SGLang")
     with capture_target(job, writer.encoding, expected, topology.batch.size(), console) as target, watchdog.watching():
+        course = ShareCourse(len(samples), sum(one.tokens for one in samples), console, watchdog.at)
         capture_arriving(target, samples, writer, course)
 
 
@@ -192,10 +191,10 @@ def _capture_here(
     (long,) = message
     own = [*chain(*batches), *(long if sequence.rank() == 0 else ())]
     tokens = sum(samples[sample_id].tokens for sample_id in own if sample_id in missing)
-    course = ShareCourse(len(own), tokens, console, watchdog.at)
     watchdog.at("loading the target")
     with waiting(console, f"loading {job.target}"):
         target = start_target(job, topology.device, job.vocabulary)
+    course = ShareCourse(len(own), tokens, console, watchdog.at)
     with watchdog.watching():
         capture(target, [[samples[sample_id] for sample_id in batch] for batch in batches], writer, course)
     if not long:

@@ -325,7 +325,7 @@ def _check_head(source: SpooledSource, head: TargetHead, topology: Topology) -> 
     every = torch.arange(HEAD_TOKENS)
     ids = every % len(head.embedding)
     sample = Sample(f"{topology.data.rank():032x}", ids, torch.ones(len(ids), dtype=torch.bool))
-    teacher = source.rows([Reading(sample, sample.loss_mask, every, every[1:])])[0].teacher
+    teacher = source.rows([Reading(sample, sample.loss_mask, every[:0], every[1:])])[0].teacher
     if isinstance(teacher, DraftLogits):
         return
     own = summarize_teacher(teacher.values.to(head.head.device, head.head.dtype), head.head, transform=head.transform)

@@ -18,12 +18,14 @@ from store_cases import HIDDEN, PROVENANCE, sample, unbind_all
 from tiny_run import deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3.console import Console
+from eagle3.durable import create_text
 from eagle3.errors import UserError
 from eagle3.jobs.capture import verify
-from eagle3.jobs.provenance import provenance, store_provenance
+from eagle3.jobs.provenance import provenance, require_fitting_settings, store_provenance
 from eagle3.recipe.loading import load_recipe
 from eagle3.states.capture import ROUND_BATCHES, Wanted, disk_need, prefill_batches, require_disk, wanted_samples
 from eagle3.states.store.check import check_store
+from eagle3.states.store.folder import MANIFEST, Manifest
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.states.store.shard import Encoding, taught_rows
 from eagle3.states.store.writer import StoreWriter
@@ -39,6 +41,16 @@ def recipe(tmp_path_factory):
 def command(recipe: Path, store: Path, *arguments: str) -> tuple[str, ...]:
     store_keys = (f"hidden_states.path={store}", "hidden_states.shard_tokens=60", "hidden_states.prefill_tokens=64")
     return (sys.executable, "launchers/capture.py", "--recipe", str(recipe), *store_keys, *arguments)
+
+
+def test_a_store_in_which_nothing_was_captured_binds_to_no_settings(tmp_path, recipe):
+    """A capture that was refused may have left its manifest."""
+    loaded = load_recipe(recipe, [f"hidden_states.path={tmp_path}", "hidden_states.dtype=bfloat16"])
+    create_text(tmp_path / MANIFEST, Manifest({"dtype": "float32", "codec": "none"}, {}).dump())
+    require_fitting_settings(loaded)
+    (tmp_path / "shard-00000000-00000.json").touch()
+    with pytest.raises(UserError, match="was captured with dtype='float32', this run has 'bfloat16'"):
+        require_fitting_settings(loaded)
 
 
 def checked(recipe: Path, store: Path, topology, *overrides: str):
@@ -182,7 +194,7 @@ def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(
     keys = ("hidden_states.ring=2", "hidden_states.prefill_tokens=40", "hidden_states.codec=lossless")
     job = (*deepspeed(2), *command(recipe, two, *keys)[1:])
     output = finish(launch(*job))
-    assert "this share of 2 is complete" in output
+    assert "two: complete" in output
     assert checked(recipe, two, topology, "hidden_states.codec=lossless").problems == []
     loaded = load_recipe(recipe)
     needed = store_provenance(job_of(loaded, topology))

@@ -176,14 +176,15 @@ def test_live_training_in_any_layout_follows_a_run_from_a_store(case, stored, la
     assert left_in(case.spool) == []
 
 
-def test_live_training_with_the_targets_logits_and_spans_follows_a_run_from_a_store_of_hidden_states(case, stored):
-    spans = "data.spans={length: 8, per_document: 2}"
+def test_live_training_with_logits_a_window_and_spans_follows_a_run_from_a_store_of_hidden_states(case, stored):
+    spans = ("data.spans={length: 8, per_document: 2}", "model.draft.window=16")
     store = ("hidden_states.mode=stored", f"hidden_states.path={case.folder}/store")
-    case.run("train", *DEEPSPEED, *store, spans, f"output.dir={case.folder}/stored-spans")
+    case.run("train", *DEEPSPEED, *store, *spans, f"output.dir={case.folder}/stored-spans")
     expected = metrics(case.folder / "stored-spans")
     assert expected[0]["loss"] != stored[0]["loss"]
-    with case.server("target.teacher=logits") as url:
-        words = (spans, "target.teacher=logits", f"target.servers=['{url}']", f"output.dir={case.folder}/logits-spans")
+    logits = ("target.teacher=logits", f"target.spool={case.folder}/spool-of-logits")
+    with case.server(*logits) as url:
+        words = (*spans, *logits, f"target.servers=['{url}']", f"output.dir={case.folder}/logits-spans")
         case.run("train", *DEEPSPEED, *words)
     require_same_course(metrics(case.folder / "logits-spans"), expected)
 

@@ -8,7 +8,7 @@ from eagle3.console import Warned, counted
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
 from eagle3.states.store.files import DamagedStore, ForeignShards, Range, StoreFiles, first_words, no_store
-from eagle3.states.store.shard import DATA_START, ShardIndex, is_index, json_digest, parse_header
+from eagle3.states.store.shard import DATA_START, SHARD_NAME, ShardIndex, is_index, json_digest, parse_header
 
 FORMAT = 2
 MANIFEST = "store.json"
@@ -112,6 +112,11 @@ def _window_in_words(provenance: Provenance) -> str:
     if provenance.get("window") is None:
         return "full attention, or of parallelism.query_selection=all"
     return f"a window of {provenance['window']:,} keys and {provenance['ttt_steps']} TTT steps"
+
+
+def has_shards(files: StoreFiles) -> bool:
+    """Whether anything has been captured. A manifest alone was left by a writer that was refused, or gave up."""
+    return any(map(SHARD_NAME.fullmatch, files.sizes()))
 
 
 def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, DamagedStore]]:

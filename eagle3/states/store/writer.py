@@ -30,6 +30,7 @@ from eagle3.states.store.folder import (
     WINDOW,
     Manifest,
     Provenance,
+    has_shards,
     read_headers,
     read_indexes,
     read_own_manifest,
@@ -40,7 +41,6 @@ from eagle3.states.store.shard import (
     HIDDEN,
     NUMPY_TYPES,
     SAFETENSORS_NAMES,
-    SHARD_NAME,
     Encoding,
     Entry,
     ShardIndex,
@@ -141,15 +141,14 @@ class StoreWriter(AbstractContextManager):
 
     def _begin(self, files: LocalFiles, manifest: Manifest) -> Manifest:
         """Write the manifest, or read the existing one, and return it. Raises UserError if it differs."""
-        has_shards = any(map(SHARD_NAME.fullmatch, files.sizes()))
-        if not has_shards:
+        begun = has_shards(files)
+        if not begun:
             create_text(self.folder / MANIFEST, manifest.dump())
         try:
             return read_own_manifest(files, manifest.provenance)
         except UserError:
-            if has_shards or any(map(self._is_of_another, self.folder.glob(LOCK.format("*", "*")))):
+            if begun or any(map(self._is_of_another, self.folder.glob(LOCK.format("*", "*")))):
                 raise
-        # The manifest was left by a writer that was refused, or gave up, before its first shard.
         write_text(self.folder / MANIFEST, manifest.dump())
         return manifest
 

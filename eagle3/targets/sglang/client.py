@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.console import Warned
+from eagle3.console import Warned, counted
 from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.states.capture import Document
@@ -46,6 +46,7 @@ LEAST_PATIENCE, PATIENCE, USUAL_REQUESTS = 60.0, 4, 64
 # If servers do not answer: the most failures per request, and the seconds between attempts to reach a server.
 MOST_FAILURES = 10
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
+VOCABULARY = ("draft_vocabulary", "vocabulary_digest", "vocabulary_size")  # of HookSettings, for a teacher of logits
 # Number of rows read from the spool at a time.
 PART_ROWS = 8192
 # Most documents requested ahead: those waiting for room in the spool and those that servers are working on.
@@ -77,15 +78,6 @@ def require_capture(
         raise SharedUserError(
             f"target.servers: {url} was started without this project's hook; start it with: {command}"
         )
-    teacher, choice = (
-        "hidden" if vocabulary is None else "logits"
-        for vocabulary in (hook.get("draft_vocabulary"), settings.draft_vocabulary)
-    )
-    if teacher != choice:
-        raise SharedUserError(
-            f"target.servers: {url} was started for target.teacher={teacher}, but this recipe wants {choice}; start it "
-            f"with: {command}"
-        )
     context = info.get("context_length")
     if longest and context and longest + CONTEXT_RESERVE > context:
         raise SharedUserError(
@@ -93,11 +85,16 @@ def require_capture(
             f"{longest:,} tokens; start it with: {command}; or lower data.max_length"
         )
     layers = list(info.get("return_aux_hidden_state_layer_ids") or [])
+    wanted = settings._asdict()
+    teacher, choice = ("hidden" if each.get("draft_vocabulary") is None else "logits" for each in (hook, wanted))
+    if teacher != choice:  # which says it: the vocabulary's file, digest and size differ, too
+        hook, wanted = ({**each, **dict.fromkeys(VOCABULARY)} for each in (hook, wanted))
     loaded = {"dtype of the target": info.get("dtype"), "revision": info.get("revision"), "aux layers": layers}
-    actual = {**{name: info.get(name) for name in REQUIRED_SETTINGS}, **hook, **loaded}
+    actual = {**{name: info.get(name) for name in REQUIRED_SETTINGS}, **hook, "teacher": teacher, **loaded}
     required = {
         **REQUIRED_SETTINGS,
-        **settings._asdict(),
+        **wanted,
+        "teacher": choice,
         "dtype of the target": dtype,
         "revision": revision,
         "aux layers": list(aux_layers),
@@ -199,12 +196,10 @@ class Servers:
             except UserError as error:
                 self._finish(request, error)
             except OSError as error:
-                if url not in self.live:  # it was silent, and others have taken over
+                if not self._comes_back(url):
+                    self._leave_out(url, error)  # unless it was silent, and others have taken over already
                     return
                 self._again(url, request, error)
-                if not self._comes_back(url):
-                    self._leave_out(url, error)
-                    return
             except Exception as error:  # otherwise its caller would wait forever
                 self._finish(request, UserError(f"{url}: {error!r}; this is a bug in this project, please report it"))
                 raise
@@ -307,7 +302,9 @@ class Servers:
             self.live.discard(url)
             asked = [request for (server, _), (request, _) in self.asked.items() if server == url]
             if self.live:
-                self.report(Warned(f"{url} does not answer ({error}): left out; {len(self.live)} servers remain"))
+                self.report(
+                    Warned(f"{url} does not answer ({error}): left out; {counted(len(self.live), 'server')} left")
+                )
                 self.waiting.extendleft(request._replace(slow=url) for request in asked if request.slow is None)
             else:
                 self.failure = (

@@ -26,6 +26,12 @@ START_SECONDS = 1800.0
 STOP_SECONDS = 5.0
 PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG, prctl(2)
 SPARE_TOKENS = 16  # more than version.CONTEXT_RESERVE plus the one token that every request decodes
+# What SGLang's messages tell users to change, and the recipe's keys for it.
+OUR_KEYS = {
+    "--mem-fraction-static": "target.memory_fraction",
+    "--max-total-tokens": "target.kv_tokens",
+    "--chunked-prefill-size": "hidden_states.prefill_tokens",
+}
 PORT_TAKEN = "address already in use"
 CPU_FLAGS = (
     "--device",
@@ -77,9 +83,7 @@ class EngineOptions:
 def server_command(options: EngineOptions, flags: Sequence[str], port: int, host: str = "127.0.0.1") -> list[str]:
     """The words of the command line. Unless `host` says otherwise, the server is reachable only from this machine."""
     network_flags = ["--host", host, "--port", str(port), "--log-level", "warning"]
-    # Its own warm-up adds seconds to the start, and every user here begins with a short prompt.
-    flags = [*options.flags(), *flags, "--skip-server-warmup"]
-    return [sys.executable, "-m", "sglang.launch_server", *flags, *network_flags]
+    return [sys.executable, "-m", "sglang.launch_server", *options.flags(), *flags, *network_flags]
 
 
 def as_typed(command: Sequence[str]) -> str:
@@ -149,7 +153,10 @@ class SGLangServer(AbstractContextManager):
         """The last error in the log, or its last line."""
         lines = [line.strip() for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
         error_lines = [line for line in lines if "Error" in line and not line.startswith("File ")]
-        return (error_lines or lines or ["it said nothing"])[-1][:300]
+        words = (error_lines or lines or ["it said nothing"])[-1][:300]
+        for flag, key in OUR_KEYS.items():
+            words = words.replace(flag, key)
+        return words
 
     def ended(self) -> bool:
         """Whether the server has ended by itself. Waits a few seconds in case it is about to."""
