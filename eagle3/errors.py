@@ -12,8 +12,7 @@ from typing import Any, TextIO
 
 from eagle3.console import tell_error, without_passwords
 
-# Most characters in an error message: enough for a server's command line, which is there to be pasted.
-LONGEST_LINE = 4000
+LONGEST_LINE = 1200  # most characters in an error message
 
 
 class UserError(ValueError):

@@ -85,7 +85,7 @@ def work(
     """Carries out what the options ask for. Returns this rank's exit code."""
     from eagle3.jobs.capture import fill, verify
     from eagle3.jobs.job import choose_draft, find_target, gather_inputs
-    from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store, spans_of
+    from eagle3.jobs.provenance import has_captured, require_fitting_settings, require_fitting_store, spans_of
     from eagle3.jobs.supply import server_line
     from eagle3.parallel.topology import agreed
     from eagle3.states.capture import wanted_samples
@@ -93,7 +93,7 @@ def work(
 
     path = recipe.hidden_states.path
     has_store = not options.print_server and (is_url(path) or Path(path, "store.json").exists())
-    has_store = has_store and topology.is_first
+    has_store = has_store and topology.is_first and has_captured(path)
     agreed((lambda: require_fitting_settings(recipe)) if has_store else None)
     watchdog.at("gathering the data")
     known = find_target(recipe, topology.device, console)

@@ -51,6 +51,12 @@ def store_provenance(job: Job) -> Provenance:
     return {**provenance(job), **_written(job.recipe)}
 
 
+def has_captured(path: str) -> bool:
+    """Whether the store at a path holds anything. One that does not binds a capture to nothing: its manifest was left
+    by a capture that was refused, or gave up."""
+    return has_shards(open_files(path))
+
+
 def require_fitting_settings(recipe: Recipe) -> None:
     """Raises UserError if the store at hidden_states.path was written with settings that this recipe cannot read."""
     teacher = "logits" if recipe.target.teacher == "logits" else None
@@ -68,8 +74,6 @@ def require_fitting_store(known: KnownTarget) -> None:
 
 def _compare(path: str, expected: Provenance) -> None:
     files = open_files(path)
-    if not has_shards(files):  # a capture begins it anew, and training says what is missing
-        return
     read_own_manifest(files, {**read_manifest(files).provenance, **expected})
 
 

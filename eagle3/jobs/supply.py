@@ -185,13 +185,12 @@ def _capture_engine(job: Job) -> tuple[EngineOptions, list[str]]:
 
 
 def _require_servers(job: Job) -> None:
-    line, settings, options = server_line(job), hook_settings(job), engine_options(job)
+    settings, options = hook_settings(job), engine_options(job)
     for url in job.recipe.target.servers:
         require_capture(
             url,
             settings,
             job.aux_layers,
-            line,
             dtype=options.dtype,
             revision=options.revision,
             longest=job.longest,
@@ -289,10 +288,9 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
     """Source of this rank's rows from the recipe's servers. The first rank of each stream requests them. Collective."""
     target = job.recipe.target
     if not target.servers:
-        line = agreed((lambda: server_line(job)) if topology.is_first else None)
         raise SharedUserError(
-            "target.servers: live training with SGLang needs running servers; name their URLs, and start each with: "
-            f"{line or 'as rank 0 says'}"
+            "target.servers: live training with SGLang needs running servers; start each with the command that "
+            "launchers/capture.py --print-server prints for this recipe, and name their URLs"
         )
     agreed((lambda: _require_servers(job)) if topology.is_first else None)
     agreed((lambda: _compare_servers(job, say)) if topology.is_first else None)

@@ -111,17 +111,17 @@ def llama(targets, tmp_path_factory):
 
 def test_a_server_that_captures_otherwise_is_refused_with_the_command_that_starts_a_right_one(llama):
     server, settings, _ = llama
-    require_capture(server.url, settings, AUX_LAYERS, "COMMAND", dtype="float32")
+    require_capture(server.url, settings, AUX_LAYERS, dtype="float32")
     for changes, layers, message in (
         ({"spool": "/elsewhere"}, AUX_LAYERS, "spool '.*' \\(here: '/elsewhere'\\)"),
         ({"dtype": "bfloat16"}, AUX_LAYERS, r"recipe's: dtype 'float32' \(here: 'bfloat16'\)"),
         ({"target": "another"}, AUX_LAYERS, r"target '\w+' \(here: 'another'\)"),
         ({}, (0, 2, 4), r"aux layers \[1, 2, 4\] \(here: \[0, 2, 4\]\)"),
     ):
-        with pytest.raises(UserError, match=f"{message}.*start it with: COMMAND"):
-            require_capture(server.url, settings._replace(**changes), layers, "COMMAND", dtype="float32")
-    with pytest.raises(UserError, match="does not answer.*start it, for example: COMMAND"):
-        require_capture("http://127.0.0.1:9", settings, AUX_LAYERS, "COMMAND", dtype="float32")
+        with pytest.raises(UserError, match=f"{message}.*start it with the command that"):
+            require_capture(server.url, settings._replace(**changes), layers, dtype="float32")
+    with pytest.raises(UserError, match="does not answer.*start it with the command that"):
+        require_capture("http://127.0.0.1:9", settings, AUX_LAYERS, dtype="float32")
 
 
 def test_all_that_makes_a_server_compute_something_else_is_named(targets, llama, tmp_path):
@@ -130,7 +130,7 @@ def test_all_that_makes_a_server_compute_something_else_is_named(targets, llama,
     flags += ["--json-model-override-args", '{"rope_theta": 5.0}', *capture_flags(AUX_LAYERS, settings._asdict())]
     with cpu_environment(), SGLangServer(options(model, dtype="bfloat16"), flags) as server:
         with pytest.raises(UserError) as refusal:
-            require_capture(server.url, settings, AUX_LAYERS, "COMMAND", dtype="float32")
+            require_capture(server.url, settings, AUX_LAYERS, dtype="float32")
         info, about = (ask(server.url, path) for path in ("/server_info", "/model_info"))
     for named in (
         "dtype of the target 'bfloat16' (here: 'float32')",

@@ -46,6 +46,7 @@ LEAST_PATIENCE, PATIENCE, USUAL_REQUESTS = 60.0, 4, 64
 # If servers do not answer: the most failures per request, and the seconds between attempts to reach a server.
 MOST_FAILURES = 10
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
+START = "start it with the command that launchers/capture.py --print-server prints for this recipe"
 VOCABULARY = ("draft_vocabulary", "vocabulary_digest", "vocabulary_size")  # of HookSettings, for a teacher of logits
 # Number of rows read from the spool at a time.
 PART_ROWS = 8192
@@ -57,7 +58,6 @@ def require_capture(
     url: str,
     settings: HookSettings,
     aux_layers: Sequence[int],
-    command: str,
     *,
     dtype: str,
     revision: str | None = None,
@@ -66,23 +66,20 @@ def require_capture(
 ) -> None:
     """Raises UserError unless the server at `url` captures what this job needs; it names all that is different.
 
-    command: the command that starts such a server, for error messages
     dtype, revision: with which the server should load the target
     longest: length of the longest sample in tokens
     allow_untested: whether its SGLang may be newer than those that were tested
     """
-    info = server_info(url, f"start it, for example: {command}")
+    info = server_info(url, START)
     require_supported(str(info.get("version")), url, allow_untested)
     hook = hook_settings(info)
     if hook is None:
-        raise SharedUserError(
-            f"target.servers: {url} was started without this project's hook; start it with: {command}"
-        )
+        raise SharedUserError(f"target.servers: {url} was started without this project's hook; {START}")
     context = info.get("context_length")
     if longest and context and longest + CONTEXT_RESERVE > context:
         raise SharedUserError(
             f"target.servers: {url} was started with --context-length {context}, too short for a sample of "
-            f"{longest:,} tokens; start it with: {command}; or lower data.max_length"
+            f"{longest:,} tokens; {START}; or lower data.max_length"
         )
     layers = list(info.get("return_aux_hidden_state_layer_ids") or [])
     wanted = settings._asdict()
@@ -104,8 +101,7 @@ def require_capture(
     if different:
         told = ", ".join(f"{name} {value!r} (here: {wanted!r})" for name, (value, wanted) in different.items())
         raise SharedUserError(
-            f"target.servers: {url} was started with other settings than this recipe's: {told}; start it with: "
-            f"{command}"
+            f"target.servers: {url} was started with other settings than this recipe's: {told}; {START}"
         )
 
 
