@@ -130,11 +130,9 @@ def judge_by_sglang(
             speculative, plain = decode_in_turn(servers, prompts, new_tokens, report)
             plain_server = servers[1]
         else:
-            report("starting SGLang with the draft")
-            with SGLangServer(options, draft_flags, report=report) as server:
+            with _start("with", options, draft_flags, report) as server:
                 (speculative,) = decode_in_turn([server], prompts, new_tokens, report)
-            report("starting SGLang without the draft")
-            plain_server = stack.enter_context(SGLangServer(options, plain_flags, report=report))
+            plain_server = stack.enter_context(_start("without", options, plain_flags, report))
             (plain,) = decode_in_turn([plain_server], prompts, new_tokens, report)
         figures = count_drafted(speculative, tree.steps)
         verdicts = [
@@ -166,10 +164,9 @@ def side_by_side(
     with ExitStack() as stack:
         servers = []
         try:
-            for number, (its_flags, fraction) in enumerate(zip(flags, fractions, strict=True), start=1):
-                report(f"starting SGLang {'with' if number == 1 else 'without'} the draft")
+            for kind, its_flags, fraction in zip(("with", "without"), flags, fractions, strict=True):
                 its_options = replace(options, memory_fraction=fraction)
-                servers.append(stack.enter_context(SGLangServer(its_options, its_flags, report=report)))
+                servers.append(stack.enter_context(_start(kind, its_options, its_flags, report)))
                 require_kv_room(servers[-1], room)
         except UserError as error:
             stack.close()
@@ -183,6 +180,12 @@ def side_by_side(
                 )
             )
         yield servers
+
+
+def _start(kind: str, options: EngineOptions, flags: list[str], report: Callable[[str], None]) -> SGLangServer:
+    """Start the server "with" or "without" the draft, and say so."""
+    report(f"starting SGLang {kind} the draft")
+    return SGLangServer(options, flags, report=report)
 
 
 def require_kv_room(server: SGLangServer, tokens: int) -> None:

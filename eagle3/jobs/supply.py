@@ -32,7 +32,7 @@ from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.head import load_target_head
 from eagle3.targets.logits import TargetHead, summarize_teacher
-from eagle3.targets.sglang.asking import ask
+from eagle3.targets.sglang.asking import START, ask
 from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget, require_capture, require_room
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import SUPPORTED, is_tested
@@ -289,8 +289,7 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
     target = job.recipe.target
     if not target.servers:
         raise SharedUserError(
-            "target.servers: live training with SGLang needs running servers; start each with the command that "
-            "launchers/capture.py --print-server prints for this recipe, and name their URLs"
+            f"target.servers: live training with SGLang needs running servers; for each, {START}, and name its URL"
         )
     agreed((lambda: _require_servers(job)) if topology.is_first else None)
     agreed((lambda: _compare_servers(job, say)) if topology.is_first else None)

@@ -121,7 +121,7 @@ def require_servers(urls: list[str]) -> None:
     """Raises UserError if one of target.servers does not answer. Whether it captures the right thing is checked once
     the data are known."""
     for url in urls:
-        server_info(url, "start it with the command that launchers/capture.py --print-server prints")
+        server_info(url)
 
 
 def require_export(draft: Path, option: str = "--draft ") -> DraftConfig:

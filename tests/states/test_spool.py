@@ -171,13 +171,18 @@ def test_a_request_that_begins_again_replaces_what_it_had(tmp_path):
         assert torch.equal(reader.read(reader.wait(ticket), every, every).aux, states.aux)
 
 
+def overtaken(spool: Spool, one: Sample, states: Rows) -> tuple[Ticket, SpoolWriter]:
+    """The ticket of a sample that one server has written, and the writer of another one that has its first 8 rows."""
+    ticket, slow = requested(spool, one), hook_writer(spool)
+    slow.take(share_of(ticket, 0, 8), one.ids[:8], states[:8])
+    feed(hook_writer(spool), ticket, one, states, [])
+    return ticket, slow
+
+
 def test_two_servers_with_the_same_request_do_not_disturb_each_other(tmp_path):
     one, states = a_sample(3, 40)
     with Spool(tmp_path) as spool:
-        ticket = requested(spool, one)
-        slow, quick = hook_writer(spool), hook_writer(spool)
-        slow.take(share_of(ticket, 0, 8), one.ids[:8], states[:8])
-        feed(quick, ticket, one, states, [])
+        ticket, slow = overtaken(spool, one, states)
         reader, every = SpoolReader(spool.path, 0), torch.arange(40)
         location = reader.wait(ticket)
         slow.take(share_of(ticket, 8, 40), one.ids[8:], states[8:])
@@ -190,10 +195,7 @@ def test_two_servers_with_the_same_request_do_not_disturb_each_other(tmp_path):
 def test_a_sample_that_comes_after_its_release_is_dropped(tmp_path, reason):
     one, states = a_sample(3, 40)
     with Spool(tmp_path) as spool:
-        ticket = requested(spool, one)
-        slow, quick = hook_writer(spool), hook_writer(spool)
-        slow.take(share_of(ticket, 0, 8), one.ids[:8], states[:8])
-        feed(quick, ticket, one, states, [])
+        ticket, slow = overtaken(spool, one, states)
         SpoolReader(spool.path, 0).wait(ticket)
         spool.remove(ticket, 0)
         if reason:

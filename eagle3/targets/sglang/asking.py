@@ -12,6 +12,8 @@ from eagle3.parsing import parse_json
 
 # What SGLang answers for a few seconds if a request is repeated because its connection was lost.
 DUPLICATE = "Duplicate request ID"
+# The remedy for a server that does not answer, or captures something else.
+START = "start it with the command that launchers/capture.py --print-server prints for this recipe"
 
 
 def ask(url: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = 30.0) -> Any:
@@ -36,10 +38,9 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None, timeout: flo
         raise UserError(f"{url}: is not a server's URL ({error}); write it as http://host:port") from error
 
 
-def server_info(url: str, remedy: str, timeout: float = 30.0) -> dict[str, Any]:
-    """The settings that one of target.servers reports. Raises UserError, ending with `remedy`, if it does not
-    answer."""
+def server_info(url: str) -> dict[str, Any]:
+    """The settings that one of target.servers reports. Raises UserError if it does not answer."""
     try:
-        return ask(url, "/server_info", timeout=timeout)
+        return ask(url, "/server_info")
     except OSError as error:
-        raise SharedUserError(f"target.servers: {url} does not answer ({error}); {remedy}") from error
+        raise SharedUserError(f"target.servers: {url} does not answer ({error}); {START}") from error

@@ -28,7 +28,7 @@ from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, 
 from eagle3.states.store.reader import Location
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.logits import check_tokens
-from eagle3.targets.sglang.asking import ask, server_info
+from eagle3.targets.sglang.asking import START, ask, server_info
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import require_supported
 from eagle3.targets.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, hook_settings, other_numbers
@@ -46,7 +46,6 @@ LEAST_PATIENCE, PATIENCE, USUAL_REQUESTS = 60.0, 4, 64
 # If servers do not answer: the most failures per request, and the seconds between attempts to reach a server.
 MOST_FAILURES = 10
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
-START = "start it with the command that launchers/capture.py --print-server prints for this recipe"
 VOCABULARY = ("draft_vocabulary", "vocabulary_digest", "vocabulary_size")  # of HookSettings, for a teacher of logits
 # Number of rows read from the spool at a time.
 PART_ROWS = 8192
@@ -70,7 +69,7 @@ def require_capture(
     longest: length of the longest sample in tokens
     allow_untested: whether its SGLang may be newer than those that were tested
     """
-    info = server_info(url, START)
+    info = server_info(url)
     require_supported(str(info.get("version")), url, allow_untested)
     hook = hook_settings(info)
     if hook is None:
@@ -99,7 +98,7 @@ def require_capture(
     different = {name: (actual.get(name), value) for name, value in required.items() if actual.get(name) != value}
     different |= other_numbers(info, ask(url, "/model_info"))
     if different:
-        told = ", ".join(f"{name} {value!r} (here: {wanted!r})" for name, (value, wanted) in different.items())
+        told = ", ".join(f"{name} {value!r} (here: {here!r})" for name, (value, here) in different.items())
         raise SharedUserError(
             f"target.servers: {url} was started with other settings than this recipe's: {told}; {START}"
         )

@@ -39,7 +39,8 @@ def main() -> None:
 def check_draft(folder: Path) -> str:
     """Check the draft and describe it in one line. Call start_runtime first. Raises UserError naming the tensor that is
     wrong."""
-    require_known(read_draft_config(folder / "config.json"), folder)
+    config = read_draft_config(folder / "config.json")
+    require_known(config, folder)
     model, tensors = empty_draft(folder), load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name not in VOCABULARY and not torch.isfinite(tensor).all():
@@ -49,7 +50,7 @@ def check_draft(folder: Path) -> str:
     if missing_weights:
         raise UserError(f"{folder}: nothing, or only a part, was loaded into SGLang's {missing_weights[0]}; {REMEDY}")
     _check_vocabulary(folder, model, tensors)
-    _check_rotation(folder, model)
+    _check_rotation(folder, model, config)
     extensions = [name for name in ("fc_norm", "norm_output") if getattr(model.config, name, False)]
     note = f" (EAGLE3.1: {', '.join(extensions)})" if extensions else ""
     embedding = "of the export" if EMBEDDING in tensors else "of the target"
@@ -135,10 +136,9 @@ def _check_vocabulary(folder: Path, model: nn.Module, tensors: dict[str, torch.T
         raise UserError(f"{folder}: t2d does not mark the tokens that d2t names; {REMEDY}")
 
 
-def _check_rotation(folder: Path, model: nn.Module) -> None:
+def _check_rotation(folder: Path, model: nn.Module, config: DraftConfig) -> None:
     """Compare rope angles: if only training or only SGLang applied a scaling, long contexts would silently become
     noise."""
-    config = read_draft_config(folder / "config.json")
     position = rotation_apart(config, model.model.layers[0].self_attn.rotary_emb.cos_sin_cache)
     if position is not None:
         raise UserError(
