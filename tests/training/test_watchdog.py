@@ -17,7 +17,7 @@ CASES = (
 
 
 class Ended(NamedTuple):
-    """The watchdogs' verdicts, the exit codes, the ranks that were still there after a minute, and the ranks' own
+    """The watchdogs' verdicts, the exit codes, the ranks that should have ended long before, and the ranks' own
     errors."""
 
     verdicts: list[str]
