@@ -57,6 +57,26 @@ class Diagnosis:
     def explanations(self) -> list[Finding]:
         return [finding for finding in self.findings if finding.explains]
 
+    def lines(self) -> list[str]:
+        """The diagnosis in words."""
+        if not self.explanations:
+            best = self.findings[0]
+            return [
+                f"{self.accepted:.2f} drafts accepted; none of {len(self.findings)} changes raises that by "
+                f"{LEAST_GAIN} beyond its interval (the best, {best.name}: {best.gain:+.2f})"
+            ]
+        return [
+            f"{finding.name}: {finding.accepted:.2f} drafts accepted, not {self.accepted:.2f} (gain "
+            f"{finding.interval[0]:.2f} to {finding.interval[1]:.2f}); {finding.remedy}"
+            for finding in self.explanations
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "accepted_drafts": self.accepted,
+            "changes": [finding._asdict() | {"explains": finding.explains} for finding in self.findings],
+        }
+
 
 def diagnose(
     exported: ExportedDraft,

@@ -55,7 +55,7 @@ def judge(
     decoding = decoding or decoding_of(inputs.recipe)
     prompts = prompts_to_judge(inputs, prompts_file, decoding.draft_tokens)
     try:
-        target = target or _target_of(inputs, exported, topology, console)
+        target = target or target_of(inputs, exported, topology, console)
         console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
         judgement = judge_export(
             exported,
@@ -100,7 +100,7 @@ def judge_contexts(
     else:
         prompts = read_prompts(prompts_file, inputs.tokenizer, inputs.chat_template, longest, choices_of(inputs.recipe))
         buckets = prompt_contexts(prompts, contexts, per_context, longest)
-    target = _target_of(inputs, exported, topology, console)
+    target = target_of(inputs, exported, topology, console)
     return judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
 
 
@@ -163,7 +163,7 @@ def judge_served(
     return judgement
 
 
-def _target_of(inputs: Inputs, exported: Path, topology: Topology, console: Console) -> TransformersTarget:
+def target_of(inputs: Inputs, exported: Path, topology: Topology, console: Console) -> TransformersTarget:
     """Load the target to judge with."""
     draft = read_exported(exported)
     with waiting(console, f"loading {inputs.target}"):
