@@ -11,6 +11,7 @@ from urllib.request import getproxies
 from eagle3.errors import UserError
 
 CONNECT_SECONDS = 5.0
+DRAFT_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 
 
 def require_target_folder(name: str) -> None:
@@ -19,6 +20,37 @@ def require_target_folder(name: str) -> None:
         raise UserError(f"target {name!r}: is a file; name its folder, or a hub id, in model.target")
     if (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).is_dir():
         raise UserError(f"target {name!r}: no such folder; name a checkpoint's folder or a hub id in model.target")
+
+
+def require_draft_folder(name: str) -> None:
+    """Like `require_target_folder`, for a draft."""
+    if Path(name).is_file():
+        raise UserError(f"draft {name!r}: is a file; name its folder, or a hub id")
+    if (name.startswith(("/", ".", "~")) or name.count("/") != 1) and not Path(name).is_dir():
+        raise UserError(f"draft {name!r}: no such folder; train first, or name a draft's folder or hub id with --draft")
+
+
+def draft_folder(name: str) -> Path:
+    """The folder of a draft: the one that is named, or a download from the hub into its cache. Raises UserError if
+    there is neither."""
+    if Path(name).is_dir():
+        return Path(name)
+    from huggingface_hub import snapshot_download  # imported here, because it takes long
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        try:
+            require_hub()
+            offline = False
+        except OSError:
+            offline = True
+        return Path(snapshot_download(name, allow_patterns=DRAFT_FILES, local_files_only=offline))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"draft {name!r}: no such folder in {Path.cwd()}, and the hub does not give it ({reason}); check the name, "
+            "the connection and your access to it"
+        ) from error
 
 
 @functools.cache

@@ -1,52 +1,94 @@
-"""Say why a draft accepts so little: which single change to it, or to what it reads, would raise its acceptance.
+"""Say why a draft accepts so little: which change to it, or to what it reads, would raise its acceptance.
 
-Works for any EAGLE3 draft, whoever trained it. The recipe names its target and the texts. Exit code 1 if a change
-explains the draft's acceptance.
+Works for any EAGLE3 draft, whoever trained it. Name the draft, its target and a file of prompts; or a recipe, which
+names the target and, in its data, held-out conversations. Exit code 1 if a known fault explains the draft's acceptance.
 """
 
+import argparse
 import json
 from pathlib import Path
 
 from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import Console, is_first_rank, waiting
 from eagle3.durable import replace_text, writing
-from eagle3.errors import run_command
+from eagle3.errors import UserError, run_command
+from eagle3.hub import draft_folder, require_draft_folder
 from eagle3.preflight.inputs import require_export, require_inputs, require_weights
-from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.loading import apply_override, checked_recipe, load_recipe
+from eagle3.recipe.schema import Recipe
 
 ROOT = Path(__file__).parent.parent
 
 
 def main() -> int:
-    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
-    parser.add_argument("--draft", type=Path, help="folder of the draft (default: output.dir/export)")
-    parser.add_argument("--prompts", type=Path, help="as for evaluate.py (default: held-out conversations)")
-    parser.add_argument("--out", type=Path, help="file for the result as JSON (default: diagnosis.json beside --draft)")
-    parser.add_argument("--quiet", action="store_true", help="print only the result")
-    options = parser.parse()
-    recipe = load_recipe(options.recipe, options.overrides)
-    draft = options.draft or recipe.output.dir / "export"
-    out = options.out or draft.parent / "diagnosis.json"
-    require_export(draft)
-    require_inputs(recipe)
-    require_weights(recipe.model.target)
+    options = parse()
+    recipe = recipe_of(options)
+    name = options.draft or str(recipe.output.dir / "export")
+    check(options, recipe, name)
     console = Console(is_first_rank(), options.quiet)
-    console(f"recipe: {options.recipe}; draft: {draft}")
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
-        from eagle3.jobs.diagnose import diagnose_draft
+        from eagle3.jobs.diagnose import diagnose_draft, held_out_prompts, prompts_of
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
     topology = start_distributed()
-    inputs = gather_inputs(find_target(recipe, topology.device, console, make=False), console, judging=True)
-    diagnosis = diagnose_draft(inputs, draft, topology, console, options.prompts)
-    for line in diagnosis.lines():
+    draft = draft_folder(name)
+    console(f"draft: {draft}")
+    known = find_target(recipe, topology.device, console, make=False)
+    if options.prompts:
+        prompts = prompts_of(known, options.prompts, recipe.evaluation.draft_tokens)
+    else:
+        prompts = held_out_prompts(gather_inputs(known, console, judging=True))
+    diagnosed = diagnose_draft(known, draft, prompts, topology, console)
+    for line in diagnosed.lines():
         console.result(line)
-    with writing(out, "free space, or name another file with --out"):
-        replace_text(out, json.dumps(diagnosis.as_dict() | {"draft": str(draft)}, indent=2) + "\n")
-    console.result(f"written to {out}")
+    result = diagnosed.as_dict() | {"draft": name, "target": recipe.model.target}
+    with writing(options.out, "free space, or name another file with --out"):
+        replace_text(options.out, json.dumps(result, indent=2) + "\n")
+    console.result(f"written to {options.out}")
     stop_distributed()
-    return 1 if diagnosis.explanations else 0
+    return 1 if diagnosed.diagnosis.faults else 0
+
+
+def parse() -> argparse.Namespace:
+    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
+    parser.add_argument("--draft", help="folder or hub id of the draft (default: output.dir/export)")
+    parser.add_argument("--target", help="folder or hub id of its target (default: the recipe's model.target)")
+    parser.add_argument(
+        "--prompts", type=Path, help="as for evaluate.py (default: the recipe's held-out conversations)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("diagnosis.json"), help="file for the result as JSON (default: %(default)s)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="print only the result")
+    return parser.parse()
+
+
+def recipe_of(options: argparse.Namespace) -> Recipe:
+    """The recipe that the user named, with --target in it; without one, the defaults for that target."""
+    if options.target is None:
+        return load_recipe(options.recipe, options.overrides)
+    if options.named:
+        return load_recipe(options.recipe, [*options.overrides, f"model.target={json.dumps(options.target)}"])
+    values = {"model": {"target": options.target}}
+    for override in options.overrides:
+        apply_override(values, override)
+    return checked_recipe(values, "--target", options.overrides)
+
+
+def check(options: argparse.Namespace, recipe: Recipe, draft: str) -> None:
+    """Raises UserError for every mistake that can be found before anything is loaded."""
+    if options.target and not options.prompts and not options.named:
+        raise UserError(
+            "--target: needs texts; name a file of conversations or questions with --prompts, or a recipe with data"
+        )
+    if not options.prompts and not recipe.evaluation.conversations:
+        raise UserError("recipe: evaluation.conversations is 0; set it to 16, for example, or name --prompts")
+    require_draft_folder(draft)
+    if Path(draft).is_dir():
+        require_export(Path(draft))
+    require_inputs(recipe)
+    require_weights(recipe.model.target)
 
 
 if __name__ == "__main__":

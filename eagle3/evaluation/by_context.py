@@ -133,16 +133,38 @@ def ratio_intervals(counts: np.ndarray, verifications: np.ndarray, seed: int) ->
     Conversations without a verification are left out. The result is None if fewer than two remain.
     """
     valid = verifications > 0
-    counts, verifications, conversations = counts[valid], verifications[valid], int(valid.sum())
+    counts, verifications = counts[valid], verifications[valid]
+    drawn = _resamples(len(verifications), seed)
+    if drawn is None:
+        return None
+    times, tail = drawn
+    ratios = (times @ counts) / (times @ verifications)[:, None]
+    return np.quantile(ratios, [tail, 1 - tail], axis=0).T
+
+
+def gain_interval(before: np.ndarray, after: np.ndarray, seed: int) -> tuple[float, float] | None:
+    """The same kind of interval for a difference of two ratios over the same C conversations: before and after are
+    [C, 2], of count and number. Conversations that have no number in one of them are left out."""
+    valid = (before[:, 1] > 0) & (after[:, 1] > 0)
+    drawn = _resamples(int(valid.sum()), seed)
+    if drawn is None:
+        return None
+    times, tail = drawn
+    first, second = (times @ counts[valid] for counts in (before, after))
+    low, high = np.quantile(second[:, 0] / second[:, 1] - first[:, 0] / first[:, 1], [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _resamples(conversations: int, seed: int) -> tuple[np.ndarray, float] | None:
+    """How often each resample draws each conversation [resamples, C], and the quantile at which an interval ends. None
+    if there are fewer than two conversations."""
     if conversations < 2:
         return None
     times = np.random.default_rng(seed).multinomial(
         conversations, np.full(conversations, 1 / conversations), size=RESAMPLES
     )
-    ratios = (times @ counts) / (times @ verifications)[:, None]
     reach = (conversations / (conversations - 1)) ** 0.5 * _student_quantile(conversations - 1)
-    tail = NormalDist().cdf(-reach)
-    return np.quantile(ratios, [tail, 1 - tail], axis=0).T
+    return times, NormalDist().cdf(-reach)
 
 
 def _student_quantile(freedom: int) -> float:

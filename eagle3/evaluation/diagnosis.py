@@ -1,14 +1,14 @@
 """Why a draft accepts so little: tries one change at a time on the same texts, and names those that raise acceptance.
 
-Each change undoes one mistake that is known from the field: other layers than in training, rows or positions off by
-one, another rope, a misread draft vocabulary, a norm that is on or off, another embedding, a missing window. Acceptance
-is teacher-forced (`teacher_forced`), over all places of texts that the target wrote. A change counts if it raises the
-mean number of accepted drafts beyond a 95% interval of the difference, over the texts.
+Acceptance is teacher-forced (`teacher_forced`), over all places of texts that the target wrote. A change counts if it
+raises the mean number of accepted drafts by LEAST_GAIN, and beyond a 95% interval of the difference over the texts. The
+best such change is made, and all others are tried again on top of it, so that several faults are named in turn. Faults
+that hide each other are tried in pairs.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,22 +16,36 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
+from eagle3.console import Say, counted
 from eagle3.draft.interchange import EMBEDDING, ExportedDraft, load_weights
 from eagle3.draft.model import Eagle3Draft
-from eagle3.evaluation.by_context import ratio_intervals
-from eagle3.evaluation.teacher_forced import WrittenText, accepted_drafts
-from eagle3.targets.transformers import TransformersTarget
+from eagle3.errors import UserError
+from eagle3.evaluation.by_context import gain_interval
+from eagle3.evaluation.evidence import Evidence, Vocabulary, evidence_of
+from eagle3.evaluation.known_faults import HEAD, Reading, Surroundings, changes
+from eagle3.evaluation.teacher_forced import HEAD_SCALES, ForcedDrafts, forced_drafts
 
 LEAST_GAIN = 0.05  # accepted drafts; a smaller gain is no explanation, however certain
+MOST_FAULTS = 4
+SOUND = 0.5  # share of first drafts accepted above which a draft without a known fault is called sound
+CLEARLY_SCALED = 4.0  # the factor on the logits that fits best, or its inverse
 
 
-class Change(NamedTuple):
-    """A draft as it would be without one mistake, and the texts as it would see them."""
+class Measured(NamedTuple):
+    """What a reading gives on each of C texts."""
 
-    name: str
-    remedy: str  # what to write where
-    exported: ExportedDraft
-    texts: Sequence[WrittenText]
+    texts: list[ForcedDrafts]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """For each text: accepted drafts, and places [C, 2]."""
+        return np.array([[int(each.accepted.sum()), len(each.accepted)] for each in self.texts])
+
+    @property
+    def accepted(self) -> float:
+        """Accepted drafts per place."""
+        counts, places = self.counts.sum(0)
+        return float(counts / max(places, 1))
 
 
 class Finding(NamedTuple):
@@ -39,157 +53,159 @@ class Finding(NamedTuple):
 
     name: str
     remedy: str
+    before: float
     accepted: float
-    gain: float
     interval: tuple[float, float]  # of the gain
+
+    @property
+    def gain(self) -> float:
+        return self.accepted - self.before
 
     @property
     def explains(self) -> bool:
         return self.gain >= LEAST_GAIN and self.interval[0] > 0
 
+    def line(self, draft_tokens: int) -> str:
+        low, high = self.interval
+        return (
+            f"with {self.name}, {self.accepted:.2f} of {draft_tokens} drafts are accepted, not {self.before:.2f} (gain "
+            f"{low:.2f} to {high:.2f}); {self.remedy}"
+        )
+
 
 @dataclass(frozen=True)
 class Diagnosis:
-    accepted: float  # as the draft is
-    findings: list[Finding]  # the largest gain first
-
-    @property
-    def explanations(self) -> list[Finding]:
-        return [finding for finding in self.findings if finding.explains]
+    draft_tokens: int
+    accepted: float  # per place, as the draft is
+    faults: list[Finding]  # in the order in which they were found, each on top of those before
+    tried: list[Finding]  # the changes to the draft as it is, the largest gain first
+    evidence: Evidence  # of the draft as it is
+    notes: list[str] = field(default_factory=list)  # about what greedy acceptance on these texts does not show
 
     def lines(self) -> list[str]:
         """The diagnosis in words."""
-        if not self.explanations:
-            best = self.findings[0]
-            return [
-                f"{self.accepted:.2f} drafts accepted; none of {len(self.findings)} changes raises that by "
-                f"{LEAST_GAIN} beyond its interval (the best, {best.name}: {best.gain:+.2f})"
+        found = [f"fault {place}: {fault.line(self.draft_tokens)}" for place, fault in enumerate(self.faults, 1)]
+        if not found:
+            best = self.tried[0]
+            verdict = "the draft is sound" if self.evidence.first >= SOUND else "no known fault explains it"
+            found = [
+                f"{verdict}: {self.accepted:.2f} of {self.draft_tokens} drafts accepted, and none of "
+                f"{len(self.tried)} changes raises that clearly (the best, {best.name}: {best.gain:+.2f})"
             ]
-        return [
-            f"{finding.name}: {finding.accepted:.2f} drafts accepted, not {self.accepted:.2f} (gain "
-            f"{finding.interval[0]:.2f} to {finding.interval[1]:.2f}); {finding.remedy}"
-            for finding in self.explanations
-        ]
+        return [*found, *self.notes, *self.evidence.lines()]
 
     def as_dict(self) -> dict[str, Any]:
         return {
+            "draft_tokens": self.draft_tokens,
             "accepted_drafts": self.accepted,
-            "changes": [finding._asdict() | {"explains": finding.explains} for finding in self.findings],
+            "faults": [fault._asdict() for fault in self.faults],
+            "tried": [finding._asdict() for finding in self.tried],
+            "notes": self.notes,
+            "evidence": self.evidence._asdict(),
         }
 
 
 def diagnose(
-    exported: ExportedDraft,
-    target: TransformersTarget,
-    texts: Sequence[WrittenText],
-    groups: ProcessGroupCollection,
+    reading: Reading,
+    around: Surroundings,
+    vocabulary: Vocabulary,
+    measure: Callable[[Reading], Measured],
     draft_tokens: int,
-    report: Callable[[str], None],
+    report: Say,
 ) -> Diagnosis:
-    """Measure the draft as it is, and with each change. texts: with the auxiliary layers that the draft names."""
-
-    def counts(one: ExportedDraft, seen: Sequence[WrittenText]) -> np.ndarray:
-        """For each text: accepted drafts, and places [C, 2]."""
-        draft = built(one, target, groups)
-        accepted = [accepted_drafts(draft, one.d2t.to(target.device), text, draft_tokens) for text in seen]
-        return np.array([[int(each.sum()), len(each)] for each in accepted])
-
-    own = counts(exported, texts)
-    base, findings = float(own[:, 0].sum() / own[:, 1].sum()), []
-    report(f"as it is: {base:.2f} of {draft_tokens} drafts accepted")
-    for change in changes(exported, target, texts):
-        changed = counts(change.exported, change.texts)
-        difference = changed[:, 0] - own[:, 0]
-        bounds = ratio_intervals(difference[:, None], own[:, 1], seed=0)
-        gain = float(difference.sum() / own[:, 1].sum())
-        interval = (-math.inf, math.inf) if bounds is None else tuple(bounds[0].tolist())
-        findings.append(Finding(change.name, change.remedy, base + gain, gain, interval))
-        report(f"{change.name}: {base + gain:.2f}")
-    return Diagnosis(base, sorted(findings, key=lambda finding: -finding.gain))
+    """Measure the draft as it is, and with each change. measure: see `measuring`."""
+    own = now = measure(reading)
+    report(f"as it is: {own.accepted:.2f} of {draft_tokens} drafts accepted at {counted(_places(own), 'place')}")
+    faults: list[Finding] = []
+    tried: list[Finding] = []
+    seen = reading
+    while len(faults) < MOST_FAULTS:
+        found = _try_all(seen, now, around, measure, draft_tokens, report)
+        tried = tried or sorted((finding for finding, _, _ in found), key=lambda finding: -finding.gain)
+        best, changed, measured = max(found, key=lambda each: each[0].gain)
+        if not best.explains:
+            break
+        report(f"made: {best.name}; the others again")
+        faults.append(best)
+        seen, now = changed, measured
+    evidence = evidence_of(reading.texts, own.texts, reading.exported, vocabulary, draft_tokens)
+    return Diagnosis(draft_tokens, own.accepted, faults, tried, evidence, _notes(seen, now))
 
 
-def built(exported: ExportedDraft, target: TransformersTarget, groups: ProcessGroupCollection) -> Eagle3Draft:
-    """The draft's module, with the target's embedding if it has none."""
-    head = target.weights()
-    draft = Eagle3Draft(exported.config, groups, head.embedding.dtype).eval().requires_grad_(False)
+Tried = tuple[Finding, Reading, Measured]
+
+
+def _try_all(
+    reading: Reading,
+    now: Measured,
+    around: Surroundings,
+    measure: Callable[[Reading], Measured],
+    draft_tokens: int,
+    report: Say,
+) -> list[Tried]:
+    found = []
+    for change in changes(reading, around, draft_tokens):
+        measured = measure(change.reading)
+        interval = gain_interval(now.counts, measured.counts, seed=0) or (-math.inf, math.inf)
+        finding = Finding(change.name, change.remedy, now.accepted, measured.accepted, interval)
+        report(f"{change.name}: {measured.accepted:.2f}")
+        found.append((finding, change.reading, measured))
+    return found
+
+
+def _places(measured: Measured) -> int:
+    return int(measured.counts[:, 1].sum())
+
+
+def _notes(reading: Reading, measured: Measured) -> list[str]:
+    losses = torch.stack([each.losses for each in measured.texts]).sum(0)
+    best = HEAD_SCALES[int(losses.argmin())]
+    if not measured.accepted or 1 / CLEARLY_SCALED < best < CLEARLY_SCALED:
+        return []
+    return [
+        f"its logits fit the target's tokens best when multiplied by {best:g}: {HEAD} or norm.weight is scaled. Greedy "
+        "acceptance does not depend on that, sampling does"
+    ]
+
+
+def measuring(
+    embedding: Tensor, groups: ProcessGroupCollection, dtype: torch.dtype, draft_tokens: int
+) -> Callable[[Reading], Measured]:
+    """A function that measures readings. embedding: the target's, [V, Ht], for drafts that have none of their own, on
+    the device to compute on. dtype: of the draft."""
+
+    def measure(reading: Reading) -> Measured:
+        draft = _built(reading.exported, embedding, groups, dtype)
+        rope = draft.rope
+        if reading.clamp is not None:
+            draft.rope = _Clamped(rope, reading.clamp)
+        d2t = reading.exported.d2t.to(embedding.device)
+        return Measured([forced_drafts(draft, d2t, text, reading.aux(text), draft_tokens) for text in reading.texts])
+
+    return measure
+
+
+class _Clamped:
+    """A rope whose positions end."""
+
+    def __init__(self, rope: Any, positions: int) -> None:
+        self.rope, self.last = rope, positions - 1
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Any:
+        return self.rope.at(positions.clamp(max=self.last), dtype)
+
+
+def _built(
+    exported: ExportedDraft, embedding: Tensor, groups: ProcessGroupCollection, dtype: torch.dtype
+) -> Eagle3Draft:
+    """The draft's module, with the target's embedding if it has none of its own."""
+    draft = Eagle3Draft(exported.config, groups, dtype).eval().requires_grad_(False)
     if EMBEDDING not in exported.weights:
-        draft.embedding.weight.copy_(head.embedding)
-    load_weights(draft, exported, groups.tp)
-    return draft.to(head.embedding.device)
-
-
-def changes(exported: ExportedDraft, target: TransformersTarget, texts: Sequence[WrittenText]) -> Iterator[Change]:
-    """Every change that is possible for this draft."""
-    config = exported.config
-
-    def configured(name: str, remedy: str, **values: Any) -> Change:
-        return Change(name, remedy, replace(exported, config=replace(config, **values)), texts)
-
-    def weighted(name: str, remedy: str, **weights: Tensor) -> Change:
-        return Change(name, remedy, replace(exported, weights=exported.weights | weights), texts)
-
-    def seen(name: str, remedy: str, aux: Callable[[WrittenText], Tensor]) -> Change:
-        return Change(name, remedy, exported, [text._replace(aux=aux(text)) for text in texts])
-
-    layers = target.aux_layers
-    for shift in (-1, 1):
-        moved = tuple(layer + shift for layer in layers)
-        if moved[0] >= 0 and moved[-1] < len(target.layers):
-            rows = shifted_states(target, moved, texts)
-            yield Change(
-                f"auxiliary layers {list(moved)}, not {list(layers)}",
-                "eagle_config.eagle_aux_hidden_state_layer_ids in config.json counts from 0",
-                exported,
-                [text._replace(aux=aux) for text, aux in zip(texts, rows, strict=True)],
+        if embedding.shape != draft.embedding.weight.shape:
+            raise UserError(
+                f"{exported.origin}: has no {EMBEDDING}, and the target's is {list(embedding.shape)}, not "
+                f"{list(draft.embedding.weight.shape)}; name the target that it was trained for"
             )
-    yield seen(
-        "auxiliary layers in reverse order",
-        "the draft's fc reads the highest layer first: reorder its columns",
-        lambda text: torch.cat(text.aux.chunk(3, -1)[::-1], -1),
-    )
-    for rows, where in ((1, "early"), (-1, "late")):
-        yield seen(
-            f"hidden states one row {where}",
-            "the rows and tokens of its training were off by one: train it again",
-            lambda text, rows=rows: text.aux.roll(rows, 0),
-        )
-    rope = config.rope_parameters
-    if rope["rope_type"] != "default":
-        yield configured(
-            "a plain rope",
-            "rope_parameters in config.json",
-            rope_parameters={"rope_type": "default", "rope_theta": rope["rope_theta"]},
-        )
-    own_rope = getattr(target.model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    for theta in sorted({10_000.0, float(own_rope.get("rope_theta", 10_000.0)), 500_000.0, 1e6} - {rope["rope_theta"]}):
-        yield configured(
-            f"rope_theta {theta:,.0f}, not {rope['rope_theta']:,.0f}",
-            "rope_theta in config.json",
-            rope_parameters={**rope, "rope_theta": theta},
-        )
-    places = torch.arange(len(exported.d2t))
-    for name, d2t in (("ids", exported.d2t - places), ("offsets of offsets", exported.d2t + places)):
-        ids = d2t + places
-        if int(ids.min()) >= 0 and int(ids.max()) < config.vocab_size and not torch.equal(d2t, exported.d2t):
-            yield Change(f"d2t read as {name}", "d2t holds d2t[i] - i", replace(exported, d2t=d2t), texts)
-    yield configured("norm_output the other way", "norm_output in config.json", norm_output=not config.norm_output)
-    yield configured(
-        "norm_before_residual the other way",
-        "norm_before_residual in config.json",
-        norm_before_residual=not config.norm_before_residual,
-    )
-    whole, own = target.weights().embedding.cpu(), exported.weights.get(EMBEDDING)
-    if own is not None and own.shape == whole.shape and not torch.equal(own.to(whole.dtype), whole):
-        yield weighted("the target's embedding", f"leave {EMBEDDING} out of the draft", **{EMBEDDING: whole})
-    if config.window is not None:
-        yield configured("no window", "leave sliding_window out of config.json", window=None)
-        return
-    longest = max(len(text.ids) for text in texts)
-    for window in (size for size in (512, 2048) if size < longest):
-        yield configured(f"a window of {window}", "sliding_window and layer_types in config.json", window=window)
-
-
-def shifted_states(target: TransformersTarget, layers: tuple[int, ...], texts: Sequence[WrittenText]) -> list[Tensor]:
-    """The auxiliary states of other layers."""
-    other = TransformersTarget(target.model, aux_layers=layers, prefill_tokens=target.prefill_tokens)
-    return [rows.aux for rows in other.prefill([text.ids for text in texts])]
+        draft.embedding.weight.copy_(embedding)
+    load_weights(draft, exported, groups.tp)
+    return draft.to(embedding.device)

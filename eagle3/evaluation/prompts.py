@@ -53,6 +53,8 @@ def read_prompts(
     chat_template: str | None,
     longest: int,
     choices: Choices | None = None,
+    *,
+    other_form: bool = False,
 ) -> list[Tensor]:
     """Read the prompts in a file (int64 [P] each), in the file's order.
 
@@ -63,12 +65,15 @@ def read_prompts(
     chat_template: Jinja source; None for the tokenizer's own
     longest: most tokens in a prompt
     choices: the same as in training, so that the draft is judged on what it learnt; default Choices()
+    other_form: read conversations as plain text without the chat template, and a `text` as a user's question
 
     Raises UserError for a file or row that cannot be read or rendered, and for a prompt that is too long.
     """
     if not path.is_file():
         raise UserError(f"--prompts {path}: no such file; name a {', '.join(KINDS)} or .txt file")
     conversations = _questions(path) if path.suffix == ".txt" else read_conversations([str(path)])
+    if other_form:
+        conversations = [_in_other_form(conversation) for conversation in conversations]
     prompts = [_prompt(row, tokenizer, chat_template, choices or Choices()) for row in conversations]
     for conversation, prompt in zip(conversations, prompts, strict=True):
         if not len(prompt):
@@ -94,6 +99,15 @@ def _questions(path: Path) -> list[Conversation]:
     if not questions:
         raise UserError(f"{path}: holds no lines; write one question per line")
     return questions
+
+
+def _in_other_form(conversation: Conversation) -> Conversation:
+    """The conversation as plain text, or plain text as a conversation."""
+    if conversation.messages is None:
+        return Conversation(conversation.origin, ({"role": "user", "content": conversation.text},), None)
+    contents = [message.get("content") for message in _prompt_messages(conversation)]
+    text = "\n\n".join(content for content in contents if isinstance(content, str))
+    return Conversation(conversation.origin, None, text)
 
 
 def _prompt(

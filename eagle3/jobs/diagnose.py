@@ -1,33 +1,200 @@
-"""Set up the diagnosis of a draft from a recipe: prompts, target, and the texts that the target writes."""
+"""Set up the diagnosis of a draft: prompts, target, the texts that the target writes, and these in other forms."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from eagle3.console import Console, Progress
-from eagle3.draft.interchange import read_exported
-from eagle3.evaluation.diagnosis import Diagnosis, diagnose
-from eagle3.evaluation.drafter import check_belongs
-from eagle3.evaluation.teacher_forced import WrittenText, written_text
-from eagle3.jobs.evaluate import prompts_to_judge, target_of
-from eagle3.jobs.job import Inputs
+import torch
+from torch import Tensor
+
+from eagle3.console import Console, Progress, waiting
+from eagle3.draft.config import ROPE_TYPES, rope_parameters
+from eagle3.draft.interchange import ExportedDraft, read_exported
+from eagle3.errors import UserError, first_sentence
+from eagle3.evaluation.acceptance import Decoding
+from eagle3.evaluation.diagnosis import Diagnosis, diagnose, measuring
+from eagle3.evaluation.drafter import check_belongs, load_draft
+from eagle3.evaluation.known_faults import OtherTexts, Reading, Surroundings, layers_to_keep
+from eagle3.evaluation.prompts import choose_prompts, longest_prompt, read_prompts
+from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, decode_conversations, plain_greedy
+from eagle3.evaluation.teacher_forced import WrittenText, read_text
+from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.parallel.topology import Topology
+from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.transformers import TransformersTarget
+from eagle3.text.vocabulary import DraftVocabulary
+
+# The precision to try beside the one that the target is in.
+OTHER_DTYPE = {torch.float32: "bfloat16", torch.bfloat16: "float32", torch.float16: "float32"}
+SPACES = {ord("\u0120"): " ", ord("\u2581"): " ", ord("\u010a"): "\n"}  # how tokenizers write blanks in tokens
+
+
+class DiagnosedDraft(NamedTuple):
+    decoded: SpeculativeResult
+    diagnosis: Diagnosis
+
+    def lines(self) -> list[str]:
+        decoded, mean = self.decoded, self.decoded.mean_acceptance_length
+        averages = f"{decoded.acceptance_length:.2f} tokens a verification" + (
+            "" if mean is None else f", {mean:.2f} as the mean over conversations"
+        )
+        compared = "" if decoded.lossless else f"; {decoded.mismatches} texts DIFFER from plain decoding"
+        return [f"by decoding: {averages}{compared}", *self.diagnosis.lines()]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"decoded": self.decoded.as_dict(), **self.diagnosis.as_dict()}
+
+
+class Prompts(NamedTuple):
+    as_given: list[Tensor]  # int64 [P] each
+    # The same in the other form (see read_prompts); None if they have none.
+    other: list[Tensor] | None = None
+
+
+def prompts_of(known: KnownTarget, file: Path, room: int) -> Prompts:
+    """Prompts from a file, in both forms. room: as for longest_prompt. Raises UserError like read_prompts."""
+    longest = longest_prompt(known.config.max_position_embeddings, known.recipe.evaluation.new_tokens, room)
+    read = (file, known.tokenizer, known.chat_template, longest, choices_of(known.recipe))
+    try:
+        other = read_prompts(*read, other_form=True)
+    except UserError:  # there is no chat template, or a prompt becomes too long, or empty
+        other = None
+    return Prompts(read_prompts(*read), other)
+
+
+def held_out_prompts(inputs: Inputs) -> Prompts:
+    """Prompts from held-out conversations, by the recipe's evaluation section. Raises UserError if there are none."""
+    evaluation = inputs.recipe.evaluation
+    longest = longest_prompt(inputs.config.max_position_embeddings, evaluation.new_tokens, evaluation.draft_tokens)
+    return Prompts(choose_prompts(inputs.held_out, evaluation.conversations, longest))
 
 
 def diagnose_draft(
-    inputs: Inputs, folder: Path, topology: Topology, console: Console, prompts_file: Path | None = None
-) -> Diagnosis:
-    """Diagnose the draft in a folder on the recipe's held-out conversations, or on prompts from a file. Raises
-    UserError for anything that the user can fix."""
-    exported, evaluation = read_exported(folder), inputs.recipe.evaluation
-    check_belongs(exported.config, folder, inputs.config.vocab_size, inputs.config.hidden_size)
-    prompts = prompts_to_judge(inputs, prompts_file, evaluation.draft_tokens)
-    target = target_of(inputs, folder, topology, console)
-    layers = exported.config.aux_layers or target.aux_layers
-    if layers != target.aux_layers:
-        target = TransformersTarget(target.model, aux_layers=layers, prefill_tokens=target.prefill_tokens)
-    texts: list[WrittenText] = []
-    progress = Progress(console, "the target writes", len(prompts), "texts")
+    known: KnownTarget, folder: Path, prompts: Prompts, topology: Topology, console: Console
+) -> DiagnosedDraft:
+    """Diagnose the draft in a folder. Raises UserError for anything that the user can fix."""
+    exported, config = read_exported(folder), known.config
+    check_belongs(exported.config, folder, config.vocab_size, config.hidden_size)
+    layers = check_aux_layers(
+        exported.config.aux_layers or default_aux_layers(config.num_hidden_layers), config.num_hidden_layers
+    )
+    if exported.config.aux_layers is None:
+        console.warn(f"{folder}: its config.json names no auxiliary layers; EAGLE3's own are taken, {list(layers)}")
+    exported = replace(exported, config=replace(exported.config, aux_layers=layers))
+    target = _target_of(known, exported, layers, topology, console)
+    decoded, texts = _write(target, folder, exported, prompts.as_given, known, topology, console)
+    others = []
+    if prompts.other is not None:
+        answers = _answers(target, prompts.other, known.recipe.evaluation.new_tokens, console)
+        others.append(
+            OtherTexts(
+                "the prompts in their other form",
+                "the draft was trained on prompts with the chat template where these have none, or without where these "
+                "have one: give it what it was trained on (data.chat_template, messages in place of text)",
+                _read(target, answers, layers),
+            )
+        )
+    embedding, dtype = target.weights().embedding.clone(), next(target.model.parameters()).dtype
+    del target  # before it is loaded again
+    others += _in_another_precision(known, exported, layers, dtype, texts, topology, console)
+    diagnosis = diagnose(
+        Reading(exported, texts),
+        Surroundings(embedding.cpu(), _rope_of(known), config.num_hidden_layers, others),
+        lambda token: str(known.tokenizer.convert_ids_to_tokens(token)).translate(SPACES),
+        measuring(embedding, topology.modules_alone, embedding.dtype, known.recipe.evaluation.draft_tokens),
+        known.recipe.evaluation.draft_tokens,
+        console,
+    )
+    return DiagnosedDraft(decoded, diagnosis)
+
+
+class Answered(NamedTuple):
+    ids: Tensor  # [T]: a prompt's tokens and the target's answer
+    prompt: int  # number of the prompt's tokens
+
+
+def _write(
+    target: TransformersTarget,
+    folder: Path,
+    exported: ExportedDraft,
+    prompts: Sequence[Tensor],
+    known: KnownTarget,
+    topology: Topology,
+    console: Console,
+) -> tuple[SpeculativeResult, list[WrittenText]]:
+    """Let target and draft answer the prompts. Returns how that went, and the texts."""
+    weights, evaluation = target.weights(), known.recipe.evaluation
+    draft, d2t, _ = load_draft(
+        folder, weights, topology.modules_alone, weights.embedding.dtype, weights.embedding.device
+    )
+    decoded = decode_conversations(
+        target,
+        chain_drafter(target, draft, d2t),
+        prompts,
+        Decoding(evaluation.draft_tokens, evaluation.new_tokens),
+        report=console,
+    )
+    answers = [
+        Answered(torch.cat((prompt, torch.tensor(each.output.tokens))), len(prompt))
+        for prompt, each in zip(prompts, decoded, strict=True)
+    ]
+    result = SpeculativeResult.over(decoded, evaluation.draft_tokens)
+    return result, _read(target, answers, exported.config.aux_layers or ())
+
+
+def _answers(
+    target: TransformersTarget, prompts: Sequence[Tensor], new_tokens: int, console: Console
+) -> list[Answered]:
+    progress, answers = Progress(console, "answering the prompts in their other form", len(prompts), "prompts"), []
     for prompt in prompts:
-        texts.append(written_text(target, prompt, evaluation.new_tokens))
-        progress.at(len(texts))
-    return diagnose(exported, target, texts, topology.modules_alone, evaluation.draft_tokens, console)
+        tokens = plain_greedy(target, prompt, new_tokens=new_tokens).tokens
+        answers.append(Answered(torch.cat((prompt, torch.tensor(tokens))), len(prompt)))
+        progress.at(len(answers))
+    return answers
+
+
+def _read(target: TransformersTarget, answers: Sequence[Answered], layers: Sequence[int]) -> list[WrittenText]:
+    keep = layers_to_keep(layers, len(target.layers))
+    return [read_text(target, answer.ids, answer.prompt, keep) for answer in answers]
+
+
+def _in_another_precision(
+    known: KnownTarget,
+    exported: ExportedDraft,
+    layers: tuple[int, int, int],
+    dtype: torch.dtype,
+    texts: Sequence[WrittenText],
+    topology: Topology,
+    console: Console,
+) -> list[OtherTexts]:
+    """The same texts, read by the target in another precision; none if it cannot be loaded so."""
+    other = OTHER_DTYPE[dtype]
+    try:
+        target = _target_of(known, exported, layers, topology, console, other)
+        read = _read(target, [Answered(text.ids, text.prompt) for text in texts], layers)
+    except (UserError, torch.OutOfMemoryError) as error:
+        console(f"the target in {other} was not tried ({first_sentence(error)})")
+        return []
+    return [OtherTexts(f"the target in {other}", f"set model.target_dtype={other}, and serve the target so", read)]
+
+
+def _target_of(
+    known: KnownTarget,
+    exported: ExportedDraft,
+    layers: tuple[int, int, int],
+    topology: Topology,
+    console: Console,
+    dtype: str | None = None,
+) -> TransformersTarget:
+    vocabulary = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d)
+    with waiting(console, f"loading {known.target}" + (f" in {dtype}" if dtype else "")):
+        return start_target(known, topology.device, vocabulary, aux_layers=layers, dtype=dtype)
+
+
+def _rope_of(known: KnownTarget) -> dict[str, Any]:
+    """The target's rope, if a draft could have it."""
+    rope = rope_parameters(known.config.to_dict())
+    return (
+        rope if rope["rope_type"] in ROPE_TYPES and not any(isinstance(value, dict) for value in rope.values()) else {}
+    )

@@ -1,7 +1,7 @@
 """Resolve a recipe once into records to pass on: target, tokenizer, samples, draft vocabulary, draft shape."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, partial, wraps
 from pathlib import Path
@@ -239,19 +239,26 @@ def _aux_layers(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int
     return check_aux_layers(layers, target.num_hidden_layers)
 
 
-def start_target(inputs: Inputs, device: torch.device, vocabulary: DraftVocabulary) -> TransformersTarget:
+def start_target(
+    known: KnownTarget,
+    device: torch.device,
+    vocabulary: DraftVocabulary,
+    *,
+    aux_layers: Sequence[int] | None = None,
+    dtype: str | None = None,
+) -> TransformersTarget:
     """Load the target into this process. vocabulary: the draft vocabulary, to which a `logits` teacher limits its
-    logits."""
-    model = inputs.recipe.model
+    logits. aux_layers, dtype: None for the recipe's."""
+    model = known.recipe.model
     return load_target(
-        inputs.target,
+        known.target,
         revision=model.revision,
         trust_remote_code=model.trust_remote_code,
-        dtype=model.target_dtype,
-        aux_layers=inputs.aux_layers,
-        prefill_tokens=inputs.recipe.hidden_states.prefill_tokens,
+        dtype=dtype or model.target_dtype,
+        aux_layers=aux_layers or known.aux_layers,
+        prefill_tokens=known.recipe.hidden_states.prefill_tokens,
         device=device,
-        draft_ids=vocabulary.target_ids if inputs.recipe.target.teacher == "logits" else None,
+        draft_ids=vocabulary.target_ids if known.recipe.target.teacher == "logits" else None,
     )
 
 

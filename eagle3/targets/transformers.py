@@ -128,9 +128,9 @@ class TransformersTarget:
                 self.decoder.forward = previous_forward
 
     @contextlib.contextmanager
-    def captured_layers(self) -> Iterator[dict[int, Tensor]]:
-        """Collect the aux layers' outputs [B, T, Ht] in the forward pass that runs inside the block. Uses hooks,
-        because output_hidden_states would keep every layer's output."""
+    def captured_layers(self, layers: Sequence[int] | None = None) -> Iterator[dict[int, Tensor]]:
+        """Collect the outputs [B, T, Ht] of the aux layers, or of `layers`, in the forward pass that runs inside the
+        block. Uses hooks, because output_hidden_states would keep every layer's output."""
         outputs: dict[int, Tensor] = {}
 
         def hook_of(layer: int):
@@ -146,7 +146,7 @@ class TransformersTarget:
             return hook
 
         with contextlib.ExitStack() as hooks:
-            for layer in self.aux_layers:
+            for layer in layers or self.aux_layers:
                 hooks.enter_context(self.layers[layer].register_forward_hook(hook_of(layer)))
             yield outputs
 

@@ -8,7 +8,8 @@ from test_speculative import NEW_TOKENS, as_target, random_prompts, speculative_
 
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
-from eagle3.evaluation.teacher_forced import accepted_drafts, written_text
+from eagle3.evaluation.speculative import plain_greedy
+from eagle3.evaluation.teacher_forced import WrittenText, forced_drafts, read_text
 from eagle3.parallel.topology import Topology
 
 STEPS = 4
@@ -22,6 +23,16 @@ def lucky_draft(target, topology: Topology, **changes) -> tuple[Eagle3Draft, tor
     for parameter in draft.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.3)
     return draft, torch.zeros(4, dtype=torch.int64)
+
+
+def written_text(target, prompt: torch.Tensor, new_tokens: int) -> WrittenText:
+    answer = plain_greedy(target, prompt, new_tokens=new_tokens).tokens
+    return read_text(target, torch.cat((prompt, torch.tensor(answer))), len(prompt), target.aux_layers)
+
+
+def accepted_drafts(draft: Eagle3Draft, d2t: torch.Tensor, text: WrittenText, steps: int) -> torch.Tensor:
+    aux = torch.cat([text.states[layer] for layer in draft.draft_config.aux_layers], -1)
+    return forced_drafts(draft, d2t, text, aux, steps).accepted
 
 
 @pytest.mark.parametrize("changes", [{}, {"window": 5}, {"norm_output": True}], ids=str)

@@ -1,0 +1,235 @@
+"""The faults that keep drafts from being accepted, each as a change that undoes it.
+
+All of them come from the field: other layers than in training, rows or positions off by one or clamped, another rope, a
+misread draft vocabulary, a norm that is on or off, another embedding, a head that is transposed, another window, and
+texts that training never saw (no chat template, a target in another precision).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle3.draft.config import ROPE_TYPES
+from eagle3.draft.interchange import EMBEDDING, ExportedDraft
+from eagle3.draft.model import AUX_LAYERS
+from eagle3.evaluation.teacher_forced import WrittenText
+
+THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
+FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
+WINDOWS = (128, 512, 1024, 2048, 4096)
+CLAMPS = (2048, 4096)  # lengths of the tables of positions that trainers and engines keep
+HEAD = "lm_head.weight"
+LAYER_IDS = "eagle_config.eagle_aux_hidden_state_layer_ids"
+CONFIG = "config.json"
+
+
+class Reading(NamedTuple):
+    """A draft, and texts as it sees them."""
+
+    exported: ExportedDraft  # its config names the auxiliary layers
+    texts: Sequence[WrittenText]  # with the states of these layers
+    shift: int = 0  # row i sees the states of row i - shift
+    clamp: int | None = None  # number of positions; later tokens have the last one
+
+    def aux(self, text: WrittenText) -> Tensor:
+        """The auxiliary states [T, 3Ht] that the draft reads."""
+        layers = self.exported.config.aux_layers
+        assert layers is not None, "the draft's config names its layers"
+        states = torch.cat([text.states[layer] for layer in layers], -1)
+        if not self.shift:
+            return states
+        moved = states.roll(self.shift, 0)
+        moved[slice(None, self.shift) if self.shift > 0 else slice(self.shift, None)] = 0
+        return moved
+
+
+class OtherTexts(NamedTuple):
+    """The same conversations in another form."""
+
+    name: str
+    remedy: str
+    texts: Sequence[WrittenText]
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a draft could have been trained with instead."""
+
+    embedding: Tensor  # [V, Ht]: the target's
+    rope: dict[str, Any]  # the target's rope parameters; empty if it has none of its own
+    layers: int  # the target's
+    others: Sequence[OtherTexts] = ()
+
+
+class Change(NamedTuple):
+    """A reading as it would be without one fault."""
+
+    name: str
+    remedy: str  # what to write where
+    reading: Reading
+
+
+def layers_to_keep(layers: Sequence[int], count: int) -> list[int]:
+    """The layers of a target with `count` of them whose states the changes need: the draft's, and those beside them."""
+    return sorted({layer + shift for layer in layers for shift in (-1, 0, 1) if 0 <= layer + shift < count})
+
+
+def changes(reading: Reading, around: Surroundings, draft_tokens: int) -> Iterator[Change]:
+    """Every change that is possible for this draft. draft_tokens: length of its chains, which a window must hold."""
+    yield from _of_states(reading, around.layers)
+    yield from _of_rope(reading, around.rope)
+    yield from _of_vocabulary(reading)
+    yield from _of_norms(reading)
+    yield from _of_weights(reading, around.embedding)
+    yield from _of_window(reading, draft_tokens)
+    for other in around.others:
+        if other.texts is not reading.texts:
+            yield Change(other.name, other.remedy, reading._replace(texts=other.texts))
+
+
+def _configured(reading: Reading, name: str, remedy: str, **values: Any) -> Change:
+    exported = reading.exported
+    return Change(name, remedy, reading._replace(exported=replace(exported, config=replace(exported.config, **values))))
+
+
+def _weighted(reading: Reading, name: str, remedy: str, **weights: Tensor) -> Change:
+    exported = reading.exported
+    return Change(name, remedy, reading._replace(exported=replace(exported, weights=exported.weights | weights)))
+
+
+def _of_states(reading: Reading, count: int) -> Iterator[Change]:
+    layers = reading.exported.config.aux_layers
+    assert layers is not None
+    others = [tuple(layer + shift for layer in layers) for shift in (-1, 1)]
+    others += [order for order in permutations(layers) if order != layers]
+    for other in others:
+        if min(other) >= 0 and max(other) < count:
+            yield _configured(
+                reading,
+                f"auxiliary layers {list(other)}, not {list(layers)}",
+                f"write {list(other)} to {LAYER_IDS} in {CONFIG}, which counts from 0"
+                if list(other) == sorted(other)
+                else "reorder the three blocks of columns of fc.weight: engines read the layers from low to high",
+                aux_layers=other,
+            )
+    if reading.shift:
+        return
+    for shift, which in ((1, "before"), (-1, "after")):
+        yield Change(
+            f"the hidden states of the token {which}",
+            f"its trainer paired each token with the states of the token {which} (rows off by one): mend that, and "
+            "train it again",
+            reading._replace(shift=shift),
+        )
+
+
+def _of_rope(reading: Reading, targets: dict[str, Any]) -> Iterator[Change]:
+    config = reading.exported.config
+    rope, theta = config.rope_parameters, config.rope_parameters["rope_theta"]
+
+    def roped(name: str, parameters: dict[str, Any]) -> Change:
+        return _configured(
+            reading,
+            name,
+            f"write rope_parameters {parameters} to {CONFIG} (and rope_theta and rope_scaling, as older engines read)",
+            rope_parameters=parameters,
+        )
+
+    for value in sorted({*THETAS, float(targets.get("rope_theta", theta))} - {float(theta)}):
+        yield roped(f"rope_theta {value:,.0f}, not {theta:,.0f}", {**_plain(rope), "rope_theta": value})
+    if rope["rope_type"] != "default":
+        yield roped(f"a plain rope, not {rope['rope_type']}", {"rope_type": "default", "rope_theta": theta})
+        for factor in sorted({*FACTORS} - {float(rope["factor"])}):
+            yield roped(f"a rope factor of {factor:g}, not {rope['factor']:g}", {**_plain(rope), "factor": factor})
+    kind = targets.get("rope_type", "default")
+    if kind in ROPE_TYPES and kind != rope["rope_type"]:
+        yield roped(f"the target's rope ({kind}), not {rope['rope_type']}", targets)
+    longest = max(len(text.ids) for text in reading.texts)
+    for clamp in sorted({*CLAMPS, config.max_position_embeddings}):
+        if reading.clamp is None and clamp < longest:
+            yield Change(
+                f"positions clamped at {clamp:,}",
+                f"its trainer gave all tokens after the first {clamp:,} one position (max_position_embeddings): train "
+                "it with more positions, or serve it up to there",
+                reading._replace(clamp=clamp),
+            )
+
+
+def _plain(rope: dict[str, Any]) -> dict[str, Any]:
+    """The rope without the factors that its config derives from the others."""
+    return {key: value for key, value in rope.items() if key not in ("attention_factor", "attn_factor")}
+
+
+def _of_vocabulary(reading: Reading) -> Iterator[Change]:
+    exported, places = reading.exported, torch.arange(len(reading.exported.d2t))
+    for name, d2t in (("token ids", exported.d2t - places), ("offsets", exported.d2t + places)):
+        ids = d2t + places
+        rising = bool((ids.diff() > 0).all())
+        fits = rising and int(ids.min()) >= 0 and int(ids.max()) < exported.config.vocab_size
+        if fits and not torch.equal(d2t, exported.d2t):
+            yield Change(
+                f"d2t as {name}",
+                "write d2t[i] = token id - i, and t2d true at the token ids, to its weights",
+                reading._replace(exported=replace(exported, d2t=d2t)),
+            )
+
+
+def _of_norms(reading: Reading) -> Iterator[Change]:
+    exported, config = reading.exported, reading.exported.config
+    for key in ("norm_output", "norm_before_residual"):
+        value = not getattr(config, key)
+        yield _configured(
+            reading,
+            f"{key} {'on' if value else 'off'}",
+            f"write {str(value).lower()} to {key} in {CONFIG}",
+            **{key: value},
+        )
+    wide = config.target_hidden_size
+    sizes = {f"fc_norm.{place}.weight": wide for place in range(AUX_LAYERS)}
+    for key, names in (("fc_norm", sizes), ("norm_before_fc", {"input_norm.weight": AUX_LAYERS * wide})):
+        value = not getattr(config, key)
+        rest = {name: weight for name, weight in exported.weights.items() if name not in names}
+        ones = {name: torch.ones(size) for name, size in names.items()} if value else {}
+        changed = replace(exported, config=replace(config, **{key: value}), weights=rest | ones)
+        yield Change(
+            f"{key} {'on' if value else 'off'}",
+            f"write {str(value).lower()} to {key} in {CONFIG}, and {'weights of 1 to' if value else 'remove'} "
+            f"{', '.join(names)}",
+            reading._replace(exported=changed),
+        )
+
+
+def _of_weights(reading: Reading, embedding: Tensor) -> Iterator[Change]:
+    weights = reading.exported.weights
+    own, head = weights.get(EMBEDDING), weights[HEAD]
+    if own is not None and own.shape == embedding.shape and not torch.equal(own.to(embedding.dtype), embedding):
+        yield _weighted(
+            reading, "the target's embedding", f"leave {EMBEDDING} out of its weights", **{EMBEDDING: embedding}
+        )
+    if head.shape[0] == head.shape[1]:
+        yield _weighted(reading, "its head transposed", f"transpose {HEAD}", **{HEAD: head.T.contiguous()})
+
+
+def _of_window(reading: Reading, draft_tokens: int) -> Iterator[Change]:
+    window, longest = reading.exported.config.window, max(len(text.ids) for text in reading.texts)
+    if window is None:
+        sizes = [size for size in WINDOWS if draft_tokens <= size < longest]
+    else:
+        yield _configured(
+            reading,
+            f"full attention, not a window of {window:,}",
+            f"leave sliding_window and layer_types out of {CONFIG}",
+            window=None,
+        )
+        sizes = [size for size in (window // 2, window - 1, window + 1, 2 * window) if size >= draft_tokens]
+    for size in sizes:
+        yield _configured(
+            reading,
+            f"a window of {size:,} keys, not {'full attention' if window is None else f'{window:,}'}",
+            f'write "sliding_window": {size} and "layer_types": ["sliding_attention"] to {CONFIG}',
+            window=size,
+        )
