@@ -8,13 +8,35 @@ Two cores are enough. The targets are the quickstart's and a deeper, narrower on
 """
 
 import argparse
+import json
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
+from reporting import headline, origin, table
+from torch import Tensor
+
+from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError, run_command
+from eagle3.evaluation.diagnosis import Measured, diagnose, measuring
+from eagle3.evaluation.known_faults import OtherTexts, Reading, Surroundings, layers_to_keep
+from eagle3.evaluation.prompts import choose_prompts
+from eagle3.evaluation.speculative import plain_greedy
+from eagle3.evaluation.teacher_forced import WrittenText, read_text
+from eagle3.jobs.job import find_target, gather_inputs
+from eagle3.parallel.topology import start_distributed
+from eagle3.recipe.loading import load_recipe
+from eagle3.targets.transformers import TransformersTarget, load_target
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "support"))  # the faults are there
+from planted_faults import PLANTS, SEVERAL, plant_all  # noqa: E402
+
+PROMPTS, NEW_TOKENS, DRAFT_TOKENS = 16, 64, 4
 TARGETS = {
     "quickstart": (),
     "deeper": (
@@ -29,7 +51,7 @@ DRAFTS = {
     "another seed": ("training.seed=1", "data.seed=1"),
     "half the vocabulary": ("model.draft.vocab_size=512",),
     "square": ("model.draft.vocab_size={hidden}",),
-    "window 8": ("model.draft.window=8",),
+    "window 16": ("model.draft.window=16",),
     "window 32": ("model.draft.window=32",),
     "theta 1e6": ("model.draft.rope_parameters={{rope_type: default, rope_theta: 1000000.0}}",),
     "yarn": (
@@ -56,6 +78,8 @@ def main() -> int:
             for target in TARGETS:
                 train(options.folder, target, name)
         return 0
+    document = origin() | {"drafts": diagnoses(options.folder)}
+    print(json.dumps(document) if options.json else report(document))
     return 0
 
 
@@ -74,6 +98,107 @@ def train(folder: Path, target: str, name: str) -> None:
         words = [sys.executable, str(ROOT / "launchers" / "train.py"), *recipe_of(folder, target, name), "--quiet"]
         if subprocess.run(words).returncode:
             raise UserError(f"train.py ended with an error for {target}, {name}; what it said stands above")
+
+
+class Known(NamedTuple):
+    """A target, and texts that it wrote."""
+
+    texts: list[WrittenText]
+    around: Surroundings
+    measure: Callable[[Reading], Measured]
+
+
+def know(folder: Path, target: str) -> Known:
+    recipe, *keys = recipe_of(folder, target, "plain")
+    topology, say = start_distributed(), lambda line: None
+    inputs = gather_inputs(find_target(load_recipe(recipe, keys), topology.device, say, make=False), say, judging=True)
+    model = load_target(inputs.target, aux_layers=inputs.aux_layers)
+    keep = layers_to_keep(inputs.aux_layers, len(model.layers))
+    prompts = choose_prompts(inputs.held_out, PROMPTS, 400)
+    questions = inputs.tokenizer.batch_decode(prompts, skip_special_tokens=True)
+    answered = [answer(model, prompt) for prompt in prompts]
+    texts = [read_text(model, *each, keep) for each in answered]
+    plain = [answer(model, torch.tensor(inputs.tokenizer(question)["input_ids"])) for question in questions]
+    coarse = load_target(inputs.target, aux_layers=inputs.aux_layers)
+    for parameter in coarse.model.parameters():
+        if parameter.dim() == 2:  # to three bits, as a quantised target's
+            step = parameter.abs().amax(-1, keepdim=True) / 3
+            parameter.data = (parameter / step).round() * step
+    others = [
+        OtherTexts("the texts as they were", "", texts),
+        OtherTexts("prompts without the chat template", "", [read_text(model, *each, keep) for each in plain]),
+        OtherTexts("the target in three bits", "", [read_text(coarse, *each, keep) for each in answered]),
+    ]
+    around = Surroundings(model.weights().embedding, {}, len(model.layers), others)
+    return Known(texts, around, measuring(model.weights(), topology.modules_alone, DRAFT_TOKENS))
+
+
+def answer(model: TransformersTarget, prompt: Tensor) -> tuple[Tensor, int]:
+    """A prompt and the model's answer [T], and the prompt's length."""
+    tokens = torch.tensor(plain_greedy(model, prompt, new_tokens=NEW_TOKENS).tokens)
+    return torch.cat((prompt, tokens)), len(prompt)
+
+
+def diagnoses(folder: Path) -> list[dict[str, Any]]:
+    """The diagnosis of each draft as it is and, with each fault and each group of faults, of the first draft of each
+    target that can have it."""
+    results = []
+    for target in TARGETS:
+        known = know(folder, target)
+        cases = {"none": (), **{fault: (plant,) for fault, plant in PLANTS.items()}, **SEVERAL}
+        done = set()
+        for name in DRAFTS:
+            sound = Reading(read_exported(export_of(folder, target, name)), known.texts)
+            for fault, plants in cases.items():
+                planted = plant_all(sound, plants, known.around)
+                if planted is None or fault in done:
+                    continue
+                done |= {fault} if plants else set()
+                found = {"draft": f"{target}, {name}", "fault": fault} | diagnosed(*planted, known)
+                results.append(found)
+                print(json.dumps(found), file=sys.stderr, flush=True)
+    return results
+
+
+def diagnosed(reading: Reading, cures: list[str], known: Known) -> dict[str, Any]:
+    start = time.perf_counter()
+    diagnosis = diagnose(reading, known.around, str, known.measure, DRAFT_TOKENS, lambda line: None)
+    names = [fault.name for fault in diagnosis.faults]
+    return {
+        "accepted": diagnosis.accepted,
+        "named": names,
+        "restored": diagnosis.faults[-1].accepted if names else diagnosis.accepted,
+        "notes": diagnosis.notes,
+        "cures": cures,
+        "right": len(names) == len(cures) and all(any(name.startswith(cure) for name in names) for cure in cures),
+        "changes": len(diagnosis.tried),
+        "seconds": time.perf_counter() - start,
+    }
+
+
+def report(document: dict[str, Any]) -> str:
+    results = document["drafts"]
+    rows = [
+        [
+            each["fault"],
+            each["draft"],
+            f"{each['accepted']:.2f}",
+            "; ".join(each["named"]) or "nothing",
+            f"{each['restored']:.2f}",
+            "yes" if each["right"] and not each["notes"] else "NO",
+            f"{each['seconds']:.0f}",
+        ]
+        for each in sorted(results, key=lambda each: each["fault"] == "none")
+    ]
+    sound = [each for each in results if each["fault"] == "none"]
+    right = sum(each["right"] for each in results if each["fault"] != "none")
+    alarms = sum(not each["right"] or bool(each["notes"]) for each in sound)
+    return table(
+        f"{headline(document)}. Of {len(results) - len(sound)} cases with planted faults, {right} are named rightly. "
+        f"{alarms} false alarms on {len(sound)} sound drafts.",
+        ["fault", "draft", "accepted", "named, in turn", "accepted then", "right", "seconds"],
+        rows,
+    )
 
 
 if __name__ == "__main__":

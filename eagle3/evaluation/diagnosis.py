@@ -2,12 +2,11 @@
 
 Acceptance is teacher-forced (`teacher_forced`), over all places of texts that the target wrote. A change counts if it
 raises the mean number of accepted drafts by LEAST_GAIN, and beyond a 95% interval of the difference over the texts. The
-best such change is made, and all others are tried again on top of it, so that several faults are named in turn. Faults
-that hide each other are tried in pairs.
+best such change is made, and all others are tried again on top of it, so that several faults are named in turn.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,18 +16,18 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from eagle3.console import Say, counted
-from eagle3.draft.interchange import EMBEDDING, ExportedDraft, load_weights
-from eagle3.draft.model import Eagle3Draft
-from eagle3.errors import UserError
+from eagle3.draft.rope import RotaryEmbedding, Rotation
 from eagle3.evaluation.by_context import gain_interval
+from eagle3.evaluation.drafter import draft_of
 from eagle3.evaluation.evidence import Evidence, Vocabulary, evidence_of
 from eagle3.evaluation.known_faults import HEAD, Reading, Surroundings, changes
 from eagle3.evaluation.teacher_forced import HEAD_SCALES, ForcedDrafts, forced_drafts
+from eagle3.targets.logits import TargetHead
 
 LEAST_GAIN = 0.05  # accepted drafts; a smaller gain is no explanation, however certain
 MOST_FAULTS = 4
 SOUND = 0.5  # share of first drafts accepted above which a draft without a known fault is called sound
-CLEARLY_SCALED = 4.0  # the factor on the logits that fits best, or its inverse
+CLEARLY_SCALED = 4.0  # a factor on the logits, or its inverse, from which on a better one is told
 
 
 class Measured(NamedTuple):
@@ -114,25 +113,30 @@ def diagnose(
     report: Say,
 ) -> Diagnosis:
     """Measure the draft as it is, and with each change. measure: see `measuring`."""
-    own = now = measure(reading)
+    seen, own = reading, measure(reading)
+    now = own
     report(f"as it is: {own.accepted:.2f} of {draft_tokens} drafts accepted at {counted(_places(own), 'place')}")
     faults: list[Finding] = []
     tried: list[Finding] = []
-    seen = reading
     while len(faults) < MOST_FAULTS:
-        found = _try_all(seen, now, around, measure, draft_tokens, report)
-        tried = tried or sorted((finding for finding, _, _ in found), key=lambda finding: -finding.gain)
-        best, changed, measured = max(found, key=lambda each: each[0].gain)
-        if not best.explains:
+        trials = _try_all(seen, now, around, measure, draft_tokens, report)
+        tried = tried or sorted((trial.finding for trial in trials), key=lambda finding: -finding.gain)
+        chosen = _chosen(trials)
+        if chosen is None:
             break
-        report(f"made: {best.name}; the others again")
-        faults.append(best)
-        seen, now = changed, measured
+        report(f"made: {chosen.finding.name}; the others again")
+        faults.append(chosen.finding)
+        seen, now = chosen.reading, chosen.measured
     evidence = evidence_of(reading.texts, own.texts, reading.exported, vocabulary, draft_tokens)
-    return Diagnosis(draft_tokens, own.accepted, faults, tried, evidence, _notes(seen, now))
+    return Diagnosis(draft_tokens, own.accepted, faults, tried, evidence, _notes(now))
 
 
-Tried = tuple[Finding, Reading, Measured]
+class Trial(NamedTuple):
+    """A change that was made, and what that gave."""
+
+    finding: Finding
+    reading: Reading
+    measured: Measured
 
 
 def _try_all(
@@ -142,45 +146,53 @@ def _try_all(
     measure: Callable[[Reading], Measured],
     draft_tokens: int,
     report: Say,
-) -> list[Tried]:
-    found = []
+) -> list[Trial]:
+    trials = []
     for change in changes(reading, around, draft_tokens):
         measured = measure(change.reading)
         interval = gain_interval(now.counts, measured.counts, seed=0) or (-math.inf, math.inf)
         finding = Finding(change.name, change.remedy, now.accepted, measured.accepted, interval)
         report(f"{change.name}: {measured.accepted:.2f}")
-        found.append((finding, change.reading, measured))
-    return found
+        trials.append(Trial(finding, change.reading, measured))
+    return trials
+
+
+def _chosen(trials: Sequence[Trial]) -> Trial | None:
+    """The change to make: of those that explain the acceptance and do about as much as the best, the first, which is
+    the likeliest of its kind. None if none explains it."""
+    explaining = [trial for trial in trials if trial.finding.explains]
+    most = max((trial.finding.gain for trial in explaining), default=0.0)
+    return next((trial for trial in explaining if trial.finding.gain > most - LEAST_GAIN), None)
 
 
 def _places(measured: Measured) -> int:
     return int(measured.counts[:, 1].sum())
 
 
-def _notes(reading: Reading, measured: Measured) -> list[str]:
-    losses = torch.stack([each.losses for each in measured.texts]).sum(0)
-    best = HEAD_SCALES[int(losses.argmin())]
-    if not measured.accepted or 1 / CLEARLY_SCALED < best < CLEARLY_SCALED:
+def _notes(measured: Measured) -> list[str]:
+    chances = torch.cat([each.sampled for each in measured.texts]).mean(0).tolist()
+    own, best = chances[HEAD_SCALES.index(1.0)], max(chances)
+    scale = HEAD_SCALES[chances.index(best)]
+    if best < own + LEAST_GAIN or 1 / CLEARLY_SCALED < scale < CLEARLY_SCALED:
         return []
     return [
-        f"its logits fit the target's tokens best when multiplied by {best:g}: {HEAD} or norm.weight is scaled. Greedy "
-        "acceptance does not depend on that, sampling does"
+        f"sampling at temperature 1 accepts {own:.2f} of first drafts, and {best:.2f} with the draft's logits "
+        f"multiplied by {scale:g}: scale {HEAD} so (greedy acceptance does not depend on it)"
     ]
 
 
 def measuring(
-    embedding: Tensor, groups: ProcessGroupCollection, dtype: torch.dtype, draft_tokens: int
+    target_head: TargetHead, groups: ProcessGroupCollection, draft_tokens: int
 ) -> Callable[[Reading], Measured]:
-    """A function that measures readings. embedding: the target's, [V, Ht], for drafts that have none of their own, on
-    the device to compute on. dtype: of the draft."""
+    """A function that measures readings, on the device and in the dtype of the target's head."""
+    device, dtype = target_head.embedding.device, target_head.embedding.dtype
 
     def measure(reading: Reading) -> Measured:
-        draft = _built(reading.exported, embedding, groups, dtype)
-        rope = draft.rope
+        draft = draft_of(reading.exported, target_head, groups, dtype).to(device)
         if reading.clamp is not None:
-            draft.rope = _Clamped(rope, reading.clamp)
-        d2t = reading.exported.d2t.to(embedding.device)
-        return Measured([forced_drafts(draft, d2t, text, reading.aux(text), draft_tokens) for text in reading.texts])
+            draft.rope = _Clamped(draft.rope, reading.clamp)
+        aux = [reading.aux(text) for text in reading.texts]
+        return Measured(forced_drafts(draft, reading.exported.d2t.to(device), reading.texts, aux, draft_tokens))
 
     return measure
 
@@ -188,24 +200,8 @@ def measuring(
 class _Clamped:
     """A rope whose positions end."""
 
-    def __init__(self, rope: Any, positions: int) -> None:
+    def __init__(self, rope: RotaryEmbedding, positions: int) -> None:
         self.rope, self.last = rope, positions - 1
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> Any:
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         return self.rope.at(positions.clamp(max=self.last), dtype)
-
-
-def _built(
-    exported: ExportedDraft, embedding: Tensor, groups: ProcessGroupCollection, dtype: torch.dtype
-) -> Eagle3Draft:
-    """The draft's module, with the target's embedding if it has none of its own."""
-    draft = Eagle3Draft(exported.config, groups, dtype).eval().requires_grad_(False)
-    if EMBEDDING not in exported.weights:
-        if embedding.shape != draft.embedding.weight.shape:
-            raise UserError(
-                f"{exported.origin}: has no {EMBEDDING}, and the target's is {list(embedding.shape)}, not "
-                f"{list(draft.embedding.weight.shape)}; name the target that it was trained for"
-            )
-        draft.embedding.weight.copy_(embedding)
-    load_weights(draft, exported, groups.tp)
-    return draft.to(embedding.device)

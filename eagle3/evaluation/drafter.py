@@ -14,7 +14,7 @@ from eagle3.attention.ring import SharedKeyValue
 from eagle3.attention.schedule import Piece, PrefixSchedule
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.interchange import EMBEDDING, load_weights, read_exported
+from eagle3.draft.interchange import EMBEDDING, ExportedDraft, load_weights, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import AcceptanceRule, Drawn
@@ -76,10 +76,20 @@ def load_draft(
     Raises UserError if the draft does not belong to this target.
     """
     exported = read_exported(folder)
-    config = exported.config if window is None else replace(exported.config, window=window)
-    draft = _empty_draft(config, str(folder), EMBEDDING in exported.weights, target_head, groups, dtype)
-    load_weights(draft, exported, groups.tp)
+    if window is not None:
+        exported = replace(exported, config=replace(exported.config, window=window))
+    draft = draft_of(exported, target_head, groups, dtype)
     return LoadedDraft(draft.to(device), exported.d2t.to(device), exported.t2d.to(device))
+
+
+def draft_of(
+    exported: ExportedDraft, target_head: TargetHead, groups: ProcessGroupCollection, dtype: torch.dtype
+) -> Eagle3Draft:
+    """The frozen module of an exported draft, on the CPU. Raises UserError if it does not belong to this target."""
+    has_embedding = EMBEDDING in exported.weights
+    draft = _empty_draft(exported.config, exported.origin, has_embedding, target_head, groups, dtype)
+    load_weights(draft, exported, groups.tp)
+    return draft
 
 
 def untrained_draft(

@@ -20,7 +20,7 @@ from eagle3.evaluation.teacher_forced import WrittenText
 
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
 FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
-WINDOWS = (128, 512, 1024, 2048, 4096)
+WINDOWS = tuple(2**power for power in range(4, 13))
 CLAMPS = (2048, 4096)  # lengths of the tables of positions that trainers and engines keep
 HEAD = "lm_head.weight"
 LAYER_IDS = "eagle_config.eagle_aux_hidden_state_layer_ids"
@@ -79,7 +79,8 @@ def layers_to_keep(layers: Sequence[int], count: int) -> list[int]:
 
 
 def changes(reading: Reading, around: Surroundings, draft_tokens: int) -> Iterator[Change]:
-    """Every change that is possible for this draft. draft_tokens: length of its chains, which a window must hold."""
+    """Every change that is possible for this draft; of those of one kind, the likelier first. draft_tokens: length of
+    its chains, which a window must hold."""
     yield from _of_states(reading, around.layers)
     yield from _of_rope(reading, around.rope)
     yield from _of_vocabulary(reading)
@@ -104,10 +105,9 @@ def _weighted(reading: Reading, name: str, remedy: str, **weights: Tensor) -> Ch
 def _of_states(reading: Reading, count: int) -> Iterator[Change]:
     layers = reading.exported.config.aux_layers
     assert layers is not None
-    others = [tuple(layer + shift for layer in layers) for shift in (-1, 1)]
-    others += [order for order in permutations(layers) if order != layers]
-    for other in others:
-        if min(other) >= 0 and max(other) < count:
+    shifted = [tuple(layer + shift for layer in layers) for shift in (-1, 1)]
+    for other in (*shifted, *permutations(sorted(layers))):
+        if other != layers and min(other) >= 0 and max(other) < count:
             yield _configured(
                 reading,
                 f"auxiliary layers {list(other)}, not {list(layers)}",
@@ -145,6 +145,14 @@ def _of_rope(reading: Reading, targets: dict[str, Any]) -> Iterator[Change]:
         yield roped(f"a plain rope, not {rope['rope_type']}", {"rope_type": "default", "rope_theta": theta})
         for factor in sorted({*FACTORS} - {float(rope["factor"])}):
             yield roped(f"a rope factor of {factor:g}, not {rope['factor']:g}", {**_plain(rope), "factor": factor})
+    else:
+        for kind in ("linear", "yarn"):
+            for factor in FACTORS:
+                original = {"original_max_position_embeddings": int(config.max_position_embeddings / factor)}
+                scaled = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+                yield roped(
+                    f"{kind} with factor {factor:g}, not a plain rope", scaled | (original if kind == "yarn" else {})
+                )
     kind = targets.get("rope_type", "default")
     if kind in ROPE_TYPES and kind != rope["rope_type"]:
         yield roped(f"the target's rope ({kind}), not {rope['rope_type']}", targets)

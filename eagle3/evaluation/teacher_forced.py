@@ -9,16 +9,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from eagle3.attention.block import PLAIN_BLOCKS
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.unroll import unroll, unroll_inputs
-from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.states.rows import length_buckets
 from eagle3.targets.transformers import TransformersTarget
 
+PACKED_TOKENS = 8192  # in one pass; a longer text has one of its own
+LIKELIEST = 64  # tokens of the target's distribution that are kept at each place
 HEAD_SCALES = tuple(2.0**power for power in range(-5, 6))  # factors on the draft's logits
 
 
@@ -28,7 +30,9 @@ class WrittenText(NamedTuple):
     ids: Tensor  # [T] int64: the prompt's tokens and the target's
     prompt: int  # number of the prompt's tokens
     states: dict[int, Tensor]  # outputs [T, Ht] of some of the target's layers, by layer
-    entropy: Tensor  # [T] fp32, in nats: of the target's choice of the token after each
+    entropy: Tensor  # [T] fp32, in nats: of the target's distribution of the token after each
+    likeliest: Tensor  # [T, L] int64: that distribution's most likely tokens
+    probabilities: Tensor  # [T, L] fp32: their probabilities
 
 
 class ForcedDrafts(NamedTuple):
@@ -36,9 +40,9 @@ class ForcedDrafts(NamedTuple):
     first that the target wrote being token P."""
 
     accepted: Tensor  # [n] int64: number of drafts that the target would accept
-    # [S] fp64: minus the log probability of the target's token under the first draft's distribution, summed over the
-    # places where the draft knows that token, with the logits multiplied by each of HEAD_SCALES
-    losses: Tensor
+    # [n, S] fp32: the chance that the first draft is accepted in sampling at temperature 1 (the sum of min(p, q) over
+    # the target's likeliest tokens), with the draft's logits multiplied by each of HEAD_SCALES
+    sampled: Tensor
 
 
 @torch.no_grad()
@@ -47,48 +51,67 @@ def read_text(target: TransformersTarget, ids: Tensor, prompt: int, layers: Sequ
     keep."""
     with target.captured_layers(layers) as outputs:
         output = target.decoder(input_ids=ids[None].to(target.device), attention_mask=None, use_cache=False)
-    entropy = []
+    parts = []
     for last in output.last_hidden_state[0].split(1024):
         logs = target.own_logits(output, last).float().log_softmax(-1)
-        entropy.append(-(logs.exp() * logs).nansum(-1).cpu())
+        best = logs.topk(min(LIKELIEST, logs.shape[-1]))
+        parts.append((-(logs.exp() * logs).nansum(-1).cpu(), best.indices.cpu(), best.values.exp().cpu()))
     states = {layer: outputs[layer][0].cpu() for layer in layers}
-    return WrittenText(ids.cpu(), prompt, states, torch.cat(entropy))
+    return WrittenText(ids.cpu(), prompt, states, *map(torch.cat, zip(*parts, strict=True)))
 
 
 @torch.no_grad()
-def forced_drafts(draft: Eagle3Draft, d2t: Tensor, text: WrittenText, aux: Tensor, draft_tokens: int) -> ForcedDrafts:
-    """What the draft proposes at every place of a text. aux: [T, 3Ht], the auxiliary states that it reads. d2t [Vd] is
-    on the draft's device."""
+def forced_drafts(
+    draft: Eagle3Draft, d2t: Tensor, texts: Sequence[WrittenText], aux: Sequence[Tensor], draft_tokens: int
+) -> list[ForcedDrafts]:
+    """What the draft proposes at every place of each text. aux: for each text the auxiliary states [T, 3Ht] that the
+    draft reads. d2t [Vd] is on the draft's device."""
     draft.draft_config.check_chain(draft_tokens, "drafted tokens", "draft")
-    first, stop = text.prompt - 1, len(text.ids) - 1 - draft_tokens  # a chain after token s + 1 begins at row s
-    losses = torch.zeros(len(HEAD_SCALES), dtype=torch.float64)
-    if stop <= first:
-        return ForcedDrafts(torch.zeros(0, dtype=torch.int64), losses)
-    stream = Stream.pack([text.ids], [torch.ones(len(text.ids), dtype=torch.bool)])
-    plan = plan_sequence(
-        stream, draft_tokens, SequenceSharding(query_selection="all"), 0, window=draft.draft_config.window
-    )
     alone, device = draft.pg_collection.tp, d2t.device
-    kernels = None if device.type == "cpu" else PLAIN_BLOCKS
-    attention = TTTAttention.over(alone, alone, draft.scale, kernels=kernels)
-    inputs = unroll_inputs(stream, plan, draft_tokens, aux[plan.rows].to(draft.fc.weight.dtype))
-    inputs = inputs.map(lambda tensor: tensor.to(device), lambda rows: rows)
-    at = plan.queries.tolist()
-    chains = slice(at.index(first), at.index(first) + stop - first)
-    right = []
-    for step, output in enumerate(unroll(draft, attention, inputs)):
-        logits = draft.logits(output[chains])
-        best = logits.argmax(-1)
-        wrote = text.ids[first + 2 + step : stop + 2 + step].to(device)
-        right.append(best + d2t[best] == wrote)
-        if step == 0:
-            losses = _losses(logits, d2t, wrote)
-    return ForcedDrafts(torch.stack(right).int().cumprod(0).sum(0).cpu(), losses)
+    attention = TTTAttention.over(alone, alone, draft.scale, kernels=None if device.type == "cpu" else PLAIN_BLOCKS)
+    results: dict[int, ForcedDrafts] = {}
+    for batch in length_buckets([len(text.ids) for text in texts], PACKED_TOKENS):
+        # A chain after token s + 1 begins at row s, and ends with token s + 1 + draft_tokens.
+        chains = [range(texts[i].prompt - 1, len(texts[i].ids) - 1 - draft_tokens) for i in batch]
+        stream = Stream.pack([texts[i].ids for i in batch], [_answer(texts[i]) for i in batch])
+        plan = plan_sequence(stream, draft_tokens, window=draft.draft_config.window)
+        states = torch.cat([aux[i] for i in batch])[plan.rows]
+        inputs = unroll_inputs(stream, plan, draft_tokens, states.to(draft.fc.weight.dtype))
+        inputs = inputs.map(lambda tensor: tensor.to(device), lambda rows: rows)
+        rows = torch.cat(
+            [start + torch.tensor(chain) for start, chain in zip(stream.starts, chains, strict=True)]
+        ).long()
+        slots, right, sampled = torch.searchsorted(plan.queries, rows).to(device), [], None
+        for step, output in enumerate(unroll(draft, attention, inputs)):
+            logits, wrote = draft.logits(output[slots]), stream.ids[rows + 2 + step].to(device)
+            best = logits.argmax(-1)
+            right.append(best + d2t[best] == wrote)
+            if sampled is None:  # the first draft guesses what the target would write after the chain's token
+                after = [slice(chain.start + 1, chain.stop + 1) for chain in chains]
+                target = (
+                    torch.cat([getattr(texts[i], name)[part] for i, part in zip(batch, after, strict=True)]).to(device)
+                    for name in ("likeliest", "probabilities")
+                )
+                sampled = _sampled(logits, d2t, *target)
+        accepted = torch.stack(right).int().cumprod(0).sum(0).cpu()
+        lengths = [len(chain) for chain in chains]
+        split = zip(batch, accepted.split(lengths), sampled.split(lengths), strict=True)
+        results |= {i: ForcedDrafts(counts, each) for i, counts, each in split}
+    return [results[i] for i in range(len(texts))]
 
 
-def _losses(logits: Tensor, d2t: Tensor, wrote: Tensor) -> Tensor:
+def _answer(text: WrittenText) -> Tensor:
+    """Mask [T] of the rows at which the target's tokens are predicted."""
+    return torch.arange(len(text.ids)) >= text.prompt - 1
+
+
+def _sampled(logits: Tensor, d2t: Tensor, likeliest: Tensor, probabilities: Tensor) -> Tensor:
+    """The chances [n, S] of ForcedDrafts. logits: [n, Vd]. likeliest, probabilities: [n, L], the target's."""
     ids = d2t + torch.arange(len(d2t), device=d2t.device)
-    place = torch.searchsorted(ids, wrote).clamp(max=len(ids) - 1)
-    known = ids[place] == wrote
-    logits, place = logits[known].double(), place[known]
-    return torch.stack([F.cross_entropy(logits * scale, place, reduction="sum") for scale in HEAD_SCALES]).cpu()
+    place = torch.searchsorted(ids, likeliest).clamp(max=len(ids) - 1)
+    known = ids[place] == likeliest
+    chances = []
+    for scale in HEAD_SCALES:
+        q = (logits.float() * scale).softmax(-1).gather(1, place).where(known, 0.0)
+        chances.append(torch.minimum(q, probabilities).sum(-1))
+    return torch.stack(chances, -1).cpu()

@@ -95,14 +95,14 @@ def diagnose_draft(
                 _read(target, answers, layers),
             )
         )
-    embedding, dtype = target.weights().embedding.clone(), next(target.model.parameters()).dtype
+    head = target.weights()
     del target  # before it is loaded again
-    others += _in_another_precision(known, exported, layers, dtype, texts, topology, console)
+    others += _in_another_precision(known, exported, layers, head.embedding.dtype, texts, topology, console)
     diagnosis = diagnose(
         Reading(exported, texts),
-        Surroundings(embedding.cpu(), _rope_of(known), config.num_hidden_layers, others),
+        Surroundings(head.embedding.cpu(), _rope_of(known), config.num_hidden_layers, others),
         lambda token: str(known.tokenizer.convert_ids_to_tokens(token)).translate(SPACES),
-        measuring(embedding, topology.modules_alone, embedding.dtype, known.recipe.evaluation.draft_tokens),
+        measuring(head, topology.modules_alone, known.recipe.evaluation.draft_tokens),
         known.recipe.evaluation.draft_tokens,
         console,
     )

@@ -151,23 +151,35 @@ def pair(topology, tmp_path_factory) -> Pair:
     return Pair(target, folder / "draft", prompts, topology)
 
 
-def export_trained(folder: Path, target: TransformersTarget, prompts: list[Tensor], topology: Topology) -> None:
-    """Teach a draft the target's answers to `prompts` until it is right often, but not always, and export it."""
+def export_trained(
+    folder: Path,
+    target: TransformersTarget,
+    prompts: list[Tensor],
+    topology: Topology,
+    *,
+    updates: int = 40,
+    **shape,
+) -> None:
+    """Teach a draft the target's answers to `prompts` until it is right often, but not always, and export it. shape:
+    fields of its config that differ from what follows from the target."""
     texts = [torch.cat((p, torch.tensor(plain_greedy(target, p, new_tokens=NEW_TOKENS).tokens))) for p in prompts]
-    frequent = torch.cat(texts).bincount(minlength=256).argsort(descending=True)[:DRAFT_VOCABULARY].sort().values
-    draft_id = torch.full((256,), -1)
+    frequent = (
+        torch.cat(texts).bincount(minlength=target.vocab_size).argsort(descending=True)[:DRAFT_VOCABULARY].sort().values
+    )
+    draft_id = torch.full((target.vocab_size,), -1)
     draft_id[frequent] = torch.arange(DRAFT_VOCABULARY)
-    config = derive_draft(target.model.config, draft_vocab_size=DRAFT_VOCABULARY, aux_layers=target.aux_layers)
+    derived = derive_draft(target.model.config, draft_vocab_size=DRAFT_VOCABULARY, aux_layers=target.aux_layers)
+    config = dataclasses.replace(derived, **shape)
     draft = untrained_draft(config, target.weights(), topology.modules, seed=0, dtype=torch.float32, device=CPU)
     trained = [weight.requires_grad_() for name, weight in draft.named_parameters() if name != "embedding.weight"]
     stream = Stream.pack(texts, [torch.ones(len(text), dtype=torch.bool) for text in texts])
-    plan = plan_sequence(stream, DRAFT_TOKENS)
+    plan = plan_sequence(stream, DRAFT_TOKENS, window=config.window)
     aux = torch.cat([states.aux for states in target.prefill(texts)])
     inputs = unroll_inputs(stream, plan, DRAFT_TOKENS, aux[plan.rows])
     labels = torch.stack([draft_id[stream.tokens_after(plan.queries, step + 2)] for step in range(DRAFT_TOKENS)])
     attention = TTTAttention.over(topology.alone, topology.alone, draft.scale)
     optimizer = torch.optim.AdamW(trained, lr=3e-3)
-    for _ in range(40):
+    for _ in range(updates):
         loss = F.cross_entropy(
             draft.logits(torch.cat(unroll(draft, attention, inputs))), labels.flatten(), ignore_index=-1
         )

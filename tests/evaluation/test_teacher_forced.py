@@ -1,5 +1,6 @@
 """Acceptance over whole texts at once is that of real decoding, wherever decoding begins a verification."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -25,14 +26,14 @@ def lucky_draft(target, topology: Topology, **changes) -> tuple[Eagle3Draft, tor
     return draft, torch.zeros(4, dtype=torch.int64)
 
 
-def written_text(target, prompt: torch.Tensor, new_tokens: int) -> WrittenText:
+def written_text(target, prompt: torch.Tensor, new_tokens: int, layers: Sequence[int] | None = None) -> WrittenText:
     answer = plain_greedy(target, prompt, new_tokens=new_tokens).tokens
-    return read_text(target, torch.cat((prompt, torch.tensor(answer))), len(prompt), target.aux_layers)
+    return read_text(target, torch.cat((prompt, torch.tensor(answer))), len(prompt), layers or target.aux_layers)
 
 
 def accepted_drafts(draft: Eagle3Draft, d2t: torch.Tensor, text: WrittenText, steps: int) -> torch.Tensor:
     aux = torch.cat([text.states[layer] for layer in draft.draft_config.aux_layers], -1)
-    return forced_drafts(draft, d2t, text, aux, steps).accepted
+    return forced_drafts(draft, d2t, [text], [aux], steps)[0].accepted
 
 
 @pytest.mark.parametrize("changes", [{}, {"window": 5}, {"norm_output": True}], ids=str)
