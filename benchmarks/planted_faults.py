@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))  # the faults are there
 from planted_faults import PLANTS, SEVERAL, plant_all  # noqa: E402
 
-PROMPTS, NEW_TOKENS, DRAFT_TOKENS = 16, 64, 4
+PROMPTS, NEW_TOKENS, DRAFT_TOKENS = 32, 96, 4
 TARGETS = {
     "quickstart": (),
     "deeper": (
@@ -121,13 +122,12 @@ def know(folder: Path, target: str) -> Known:
     plain = [answer(model, torch.tensor(inputs.tokenizer(question)["input_ids"])) for question in questions]
     coarse = load_target(inputs.target, aux_layers=inputs.aux_layers)
     for parameter in coarse.model.parameters():
-        if parameter.dim() == 2:  # to three bits, as a quantised target's
-            step = parameter.abs().amax(-1, keepdim=True) / 3
-            parameter.data = (parameter / step).round() * step
+        if parameter.dim() == 2:  # to -1, 0 and 1 times a factor for each row, as a quantised target's
+            step = parameter.abs().mean(-1, keepdim=True)
+            parameter.data = (parameter / step).round().clamp(-1, 1) * step
     others = [
-        OtherTexts("the texts as they were", "", texts),
         OtherTexts("prompts without the chat template", "", [read_text(model, *each, keep) for each in plain]),
-        OtherTexts("the target in three bits", "", [read_text(coarse, *each, keep) for each in answered]),
+        OtherTexts("the target in two bits", "", [read_text(coarse, *each, keep) for each in answered]),
     ]
     around = Surroundings(model.weights().embedding, {}, len(model.layers), others)
     return Known(texts, around, measuring(model.weights(), topology.modules_alone, DRAFT_TOKENS))
@@ -149,20 +149,26 @@ def diagnoses(folder: Path) -> list[dict[str, Any]]:
         done = set()
         for name in DRAFTS:
             sound = Reading(read_exported(export_of(folder, target, name)), known.texts)
-            for fault, plants in cases.items():
-                planted = plant_all(sound, plants, known.around)
-                if planted is None or fault in done:
-                    continue
-                done |= {fault} if plants else set()
-                found = {"draft": f"{target}, {name}", "fault": fault} | diagnosed(*planted, known)
-                results.append(found)
-                print(json.dumps(found), file=sys.stderr, flush=True)
+            read = {fault: plant_all(sound, plants, known.around) for fault, plants in cases.items()}
+            arounds = dict.fromkeys(read, known.around)
+            for other in known.around.others:
+                read[other.name] = sound._replace(texts=other.texts), ["the texts as they were"]
+                as_they_were = OtherTexts("the texts as they were", "", known.texts)
+                arounds[other.name] = replace(known.around, others=[as_they_were])
+            for fault, planted in read.items():
+                if planted is not None and fault not in done:
+                    done |= {fault} - {"none"}
+                    found = {"draft": f"{target}, {name}", "fault": fault}
+                    results.append(found | diagnosed(*planted, arounds[fault], known.measure))
+                    print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     return results
 
 
-def diagnosed(reading: Reading, cures: list[str], known: Known) -> dict[str, Any]:
+def diagnosed(
+    reading: Reading, cures: list[str], around: Surroundings, measure: Callable[[Reading], Measured]
+) -> dict[str, Any]:
     start = time.perf_counter()
-    diagnosis = diagnose(reading, known.around, str, known.measure, DRAFT_TOKENS, lambda line: None)
+    diagnosis = diagnose(reading, around, str, measure, DRAFT_TOKENS, lambda line: None)
     names = [fault.name for fault in diagnosis.faults]
     return {
         "accepted": diagnosis.accepted,

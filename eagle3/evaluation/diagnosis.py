@@ -6,7 +6,8 @@ best such change is made, and all others are tried again on top of it, so that s
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
+from transformers.utils import logging
 
 from eagle3.console import Say, counted
 from eagle3.draft.rope import RotaryEmbedding, Rotation
@@ -188,13 +190,24 @@ def measuring(
     device, dtype = target_head.embedding.device, target_head.embedding.dtype
 
     def measure(reading: Reading) -> Measured:
-        draft = draft_of(reading.exported, target_head, groups, dtype).to(device)
+        with _without_warnings():  # transformers doubts some of the ropes that are tried
+            draft = draft_of(reading.exported, target_head, groups, dtype).to(device)
         if reading.clamp is not None:
             draft.rope = _Clamped(draft.rope, reading.clamp)
         aux = [reading.aux(text) for text in reading.texts]
         return Measured(forced_drafts(draft, reading.exported.d2t.to(device), reading.texts, aux, draft_tokens))
 
     return measure
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 class _Clamped:

@@ -42,9 +42,8 @@ class Reading(NamedTuple):
         states = torch.cat([text.states[layer] for layer in layers], -1)
         if not self.shift:
             return states
-        moved = states.roll(self.shift, 0)
-        moved[slice(None, self.shift) if self.shift > 0 else slice(self.shift, None)] = 0
-        return moved
+        rows = torch.arange(len(states)) - self.shift
+        return states[rows.clamp(0, len(states) - 1)]
 
 
 class OtherTexts(NamedTuple):

@@ -165,17 +165,6 @@ def window_added(reading: Reading, _around: Surroundings) -> Planted | None:
     return Planted(_configured(reading, window=4), "full attention, not a window")
 
 
-def other_texts(place: int) -> Plant:
-    """Swaps the texts for others of the surroundings, whose first are the sound ones."""
-
-    def plant(reading: Reading, around: Surroundings) -> Planted | None:
-        if len(around.others) <= place:
-            return None
-        return Planted(reading._replace(texts=around.others[place].texts), around.others[0].name)
-
-    return plant
-
-
 def plant_all(reading: Reading, plants: Sequence[Plant], around: Surroundings) -> tuple[Reading, list[str]] | None:
     """The reading with all of these faults, and their cures; None if the draft cannot have one of them."""
     cures = []
@@ -210,8 +199,6 @@ PLANTS: dict[str, Plant] = {
     "head transposed": transposed_head,
     "window ignored": window_ignored,
     "a window where it has none": window_added,
-    "prompts without the chat template": other_texts(1),
-    "target in three bits": other_texts(2),
 }
 SEVERAL: dict[str, tuple[Plant, ...]] = {
     " + ".join(names): tuple(PLANTS[name] for name in names)
