@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError, run_command
-from eagle3.evaluation.diagnosis import Measured, diagnose, measuring
+from eagle3.evaluation.diagnosis import LEAST_GAIN, Measured, diagnose, measuring
 from eagle3.evaluation.known_faults import OtherTexts, Reading, Surroundings, layers_to_keep
 from eagle3.evaluation.prompts import choose_prompts
 from eagle3.evaluation.speculative import plain_greedy
@@ -184,25 +185,33 @@ def diagnosed(
 
 def report(document: dict[str, Any]) -> str:
     results = document["drafts"]
+    sound = {each["draft"]: each for each in results if each["fault"] == "none"}
+    faulty = [each for each in results if each["fault"] != "none"]
+    costs = {id(each): sound[each["draft"]]["accepted"] - each["accepted"] for each in faulty}
+    verdicts = {
+        id(each): "yes" if each["right"] else "NO" if costs[id(each)] >= LEAST_GAIN else "harmless" for each in faulty
+    }
     rows = [
         [
             each["fault"],
             each["draft"],
+            f"{sound[each['draft']]['accepted']:.2f}",
             f"{each['accepted']:.2f}",
             "; ".join(each["named"]) or "nothing",
             f"{each['restored']:.2f}",
-            "yes" if each["right"] and not each["notes"] else "NO",
+            verdicts[id(each)],
             f"{each['seconds']:.0f}",
         ]
-        for each in sorted(results, key=lambda each: each["fault"] == "none")
+        for each in faulty
     ]
-    sound = [each for each in results if each["fault"] == "none"]
-    right = sum(each["right"] for each in results if each["fault"] != "none")
-    alarms = sum(not each["right"] or bool(each["notes"]) for each in sound)
+    counts = Counter(verdicts.values())
+    alarms = sum(bool(each["named"] or each["notes"]) for each in sound.values())
+    accepted = ", ".join(f"{name} {each['accepted']:.2f}" for name, each in sound.items())
     return table(
-        f"{headline(document)}. Of {len(results) - len(sound)} cases with planted faults, {right} are named rightly. "
-        f"{alarms} false alarms on {len(sound)} sound drafts.",
-        ["fault", "draft", "accepted", "named, in turn", "accepted then", "right", "seconds"],
+        f"{headline(document)}. Of {len(faulty)} cases, {counts['yes']} are named rightly, {counts['NO']} are not, and "
+        f"{counts['harmless']} cost less than {LEAST_GAIN} drafts. {alarms} false alarms on {len(sound)} sound drafts "
+        f"({accepted}).",
+        ["fault", "draft", "sound", "with it", "named, in turn", "without what was named", "right", "seconds"],
         rows,
     )
 

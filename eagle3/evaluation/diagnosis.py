@@ -5,7 +5,6 @@ raises the mean number of accepted drafts by LEAST_GAIN, and beyond a 95% interv
 best such change is made, and all others are tried again on top of it, so that several faults are named in turn.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from transformers.utils import logging
 
 from eagle3.console import Say, counted
 from eagle3.draft.rope import RotaryEmbedding, Rotation
+from eagle3.errors import UserError
 from eagle3.evaluation.by_context import gain_interval
 from eagle3.evaluation.drafter import draft_of
 from eagle3.evaluation.evidence import Evidence, Vocabulary, evidence_of
@@ -56,7 +56,7 @@ class Finding(NamedTuple):
     remedy: str
     before: float
     accepted: float
-    interval: tuple[float, float]  # of the gain
+    interval: tuple[float, float] | None  # of the gain; None if fewer than two texts have a place with and without it
 
     @property
     def gain(self) -> float:
@@ -64,10 +64,11 @@ class Finding(NamedTuple):
 
     @property
     def explains(self) -> bool:
-        return self.gain >= LEAST_GAIN and self.interval[0] > 0
+        return self.gain >= LEAST_GAIN and self.interval is not None and self.interval[0] > 0
 
     def line(self, draft_tokens: int) -> str:
-        low, high = self.interval
+        """The finding in words, for one that explains something."""
+        low, high = self.interval or (self.gain, self.gain)
         return (
             f"with {self.name}, {self.accepted:.2f} of {draft_tokens} drafts are accepted, not {self.before:.2f} (gain "
             f"{low:.2f} to {high:.2f}); {self.remedy}"
@@ -114,10 +115,16 @@ def diagnose(
     draft_tokens: int,
     report: Say,
 ) -> Diagnosis:
-    """Measure the draft as it is, and with each change. measure: see `measuring`."""
+    """Measure the draft as it is, and with each change. measure: see `measuring`. Raises UserError if fewer than two
+    texts have a place where a chain fits."""
     seen, own = reading, measure(reading)
-    now = own
-    report(f"as it is: {own.accepted:.2f} of {draft_tokens} drafts accepted at {counted(_places(own), 'place')}")
+    now, places = own, own.counts[:, 1]
+    if (places > 0).sum() < 2:
+        raise UserError(
+            f"--prompts: {int((places > 0).sum())} of {len(places)} answers hold a chain of {draft_tokens} tokens, and "
+            "two are needed to see how much they differ; give more prompts, or raise evaluation.new_tokens"
+        )
+    report(f"as it is: {own.accepted:.2f} of {draft_tokens} drafts accepted at {counted(int(places.sum()), 'place')}")
     faults: list[Finding] = []
     tried: list[Finding] = []
     while len(faults) < MOST_FAULTS:
@@ -152,7 +159,7 @@ def _try_all(
     trials = []
     for change in changes(reading, around, draft_tokens):
         measured = measure(change.reading)
-        interval = gain_interval(now.counts, measured.counts, seed=0) or (-math.inf, math.inf)
+        interval = gain_interval(now.counts, measured.counts, seed=0)
         finding = Finding(change.name, change.remedy, now.accepted, measured.accepted, interval)
         report(f"{change.name}: {measured.accepted:.2f}")
         trials.append(Trial(finding, change.reading, measured))
@@ -165,10 +172,6 @@ def _chosen(trials: Sequence[Trial]) -> Trial | None:
     explaining = [trial for trial in trials if trial.finding.explains]
     most = max((trial.finding.gain for trial in explaining), default=0.0)
     return next((trial for trial in explaining if trial.finding.gain > most - LEAST_GAIN), None)
-
-
-def _places(measured: Measured) -> int:
-    return int(measured.counts[:, 1].sum())
 
 
 def _notes(measured: Measured) -> list[str]:

@@ -11,6 +11,7 @@ from test_speculative import DRAFT_TOKENS, NEW_TOKENS, as_target, export_trained
 from test_teacher_forced import written_text
 
 from eagle3.draft.interchange import read_exported
+from eagle3.errors import UserError
 from eagle3.evaluation.diagnosis import Diagnosis, Measured, diagnose, measuring
 from eagle3.evaluation.known_faults import HEAD, Reading, Surroundings, layers_to_keep
 
@@ -72,3 +73,8 @@ def test_a_scaled_head_is_noted_because_only_sampling_suffers(sound):
     weights = exported.weights | {HEAD: exported.weights[HEAD] * 16}
     (note,) = sound.diagnosed(sound.reading._replace(exported=replace(exported, weights=weights))).notes
     assert "multiplied by 0.0" in note and HEAD in note
+
+
+def test_one_text_is_refused_because_it_shows_no_interval(sound):
+    with pytest.raises(UserError, match="--prompts: 1 of 1 answers hold a chain of 3 tokens"):
+        sound.diagnosed(sound.reading._replace(texts=sound.reading.texts[:1]))
