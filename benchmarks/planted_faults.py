@@ -29,6 +29,7 @@ from eagle3.evaluation.known_faults import OtherTexts, Reading, Surroundings, la
 from eagle3.evaluation.prompts import choose_prompts
 from eagle3.evaluation.speculative import plain_greedy
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
+from eagle3.jobs.diagnose import EASIER
 from eagle3.jobs.job import find_target, gather_inputs
 from eagle3.parallel.topology import start_distributed
 from eagle3.recipe.loading import load_recipe
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "support"))  # the faults are there
 from planted_faults import PLANTS, SEVERAL, plant_all  # noqa: E402
 
-PROMPTS, NEW_TOKENS, DRAFT_TOKENS = 32, 96, 4
+PROMPTS, NEW_TOKENS, DRAFT_TOKENS = 24, 64, 4
 TARGETS = {
     "quickstart": (),
     "deeper": (
@@ -127,7 +128,7 @@ def know(folder: Path, target: str) -> Known:
             step = parameter.abs().mean(-1, keepdim=True)
             parameter.data = (parameter / step).round().clamp(-1, 1) * step
     others = [
-        OtherTexts("prompts without the chat template", "", [read_text(model, *each, keep) for each in plain]),
+        OtherTexts("prompts without the chat template", "", [read_text(model, *each, keep) for each in plain], EASIER),
         OtherTexts("the target in two bits", "", [read_text(coarse, *each, keep) for each in answered]),
     ]
     around = Surroundings(model.weights().embedding, {}, len(model.layers), others)
@@ -151,10 +152,10 @@ def diagnoses(folder: Path) -> list[dict[str, Any]]:
         for name in DRAFTS:
             sound = Reading(read_exported(export_of(folder, target, name)), known.texts)
             read = {fault: plant_all(sound, plants, known.around) for fault, plants in cases.items()}
-            arounds = dict.fromkeys(read, known.around)
+            arounds = dict.fromkeys(read, replace(known.around, others=())) | {"none": known.around}
             for other in known.around.others:
                 read[other.name] = sound._replace(texts=other.texts), ["the texts as they were"]
-                as_they_were = OtherTexts("the texts as they were", "", known.texts)
+                as_they_were = other._replace(name="the texts as they were", texts=known.texts)
                 arounds[other.name] = replace(known.around, others=[as_they_were])
             for fault, planted in read.items():
                 if planted is not None and fault not in done:

@@ -26,7 +26,7 @@ from eagle3.evaluation.known_faults import HEAD, Reading, Surroundings, changes
 from eagle3.evaluation.teacher_forced import HEAD_SCALES, ForcedDrafts, forced_drafts
 from eagle3.targets.logits import TargetHead
 
-LEAST_GAIN = 0.05  # accepted drafts; a smaller gain is no explanation, however certain
+LEAST_GAIN = 0.05  # accepted drafts
 MOST_FAULTS = 4
 SOUND = 0.5  # share of first drafts accepted above which a draft without a known fault is called sound
 CLEARLY_SCALED = 4.0  # a factor on the logits, or its inverse, from which on a better one is told
@@ -57,6 +57,7 @@ class Finding(NamedTuple):
     before: float
     accepted: float
     interval: tuple[float, float] | None  # of the gain; None if fewer than two texts have a place with and without it
+    least_gain: float  # a smaller gain is no explanation, however certain
 
     @property
     def gain(self) -> float:
@@ -64,7 +65,7 @@ class Finding(NamedTuple):
 
     @property
     def explains(self) -> bool:
-        return self.gain >= LEAST_GAIN and self.interval is not None and self.interval[0] > 0
+        return self.gain >= self.least_gain and self.interval is not None and self.interval[0] > 0
 
     def line(self, draft_tokens: int) -> str:
         """The finding in words, for one that explains something."""
@@ -160,7 +161,8 @@ def _try_all(
     for change in changes(reading, around, draft_tokens):
         measured = measure(change.reading)
         interval = gain_interval(now.counts, measured.counts, seed=0)
-        finding = Finding(change.name, change.remedy, now.accepted, measured.accepted, interval)
+        least = max(LEAST_GAIN, change.least_share * now.accepted)
+        finding = Finding(change.name, change.remedy, now.accepted, measured.accepted, interval, least)
         report(f"{change.name}: {measured.accepted:.2f}")
         trials.append(Trial(finding, change.reading, measured))
     return trials

@@ -52,6 +52,7 @@ class OtherTexts(NamedTuple):
     name: str
     remedy: str
     texts: Sequence[WrittenText]
+    least_share: float = 0.0  # as in Change
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Change(NamedTuple):
     name: str
     remedy: str  # what to write where
     reading: Reading
+    least_share: float = 0.0  # share of the acceptance that it must add; for texts that may be easier in any case
 
 
 def layers_to_keep(layers: Sequence[int], count: int) -> list[int]:
@@ -88,7 +90,7 @@ def changes(reading: Reading, around: Surroundings, draft_tokens: int) -> Iterat
     yield from _of_window(reading, draft_tokens)
     for other in around.others:
         if other.texts is not reading.texts:
-            yield Change(other.name, other.remedy, reading._replace(texts=other.texts))
+            yield Change(other.name, other.remedy, reading._replace(texts=other.texts), other.least_share)
 
 
 def _configured(reading: Reading, name: str, remedy: str, **values: Any) -> Change:

@@ -27,6 +27,7 @@ from eagle3.text.vocabulary import DraftVocabulary
 
 # The precision to try beside the one that the target is in.
 OTHER_DTYPE = {torch.float32: "bfloat16", torch.bfloat16: "float32", torch.float16: "float32"}
+EASIER = 0.2  # texts in another form may differ by so much in acceptance, whatever the draft was trained on
 SPACES = {ord("\u0120"): " ", ord("\u2581"): " ", ord("\u010a"): "\n"}  # how tokenizers write blanks in tokens
 
 
@@ -93,6 +94,7 @@ def diagnose_draft(
                 "the draft was trained on prompts with the chat template where these have none, or without where these "
                 "have one: give it what it was trained on (data.chat_template, messages in place of text)",
                 _read(target, answers, layers),
+                EASIER,
             )
         )
     head = target.weights()

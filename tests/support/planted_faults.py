@@ -65,7 +65,7 @@ def rows_off(shift: int) -> Plant:
 def other_theta(reading: Reading, _around: Surroundings) -> Planted:
     rope = reading.exported.config.rope_parameters
     theta = rope["rope_theta"]
-    other = 1e4 if theta > 1e4 else 5e5
+    other = 1e4 if theta > 1e4 else 100.0
     return Planted(_configured(reading, rope_parameters={**rope, "rope_theta": other}), f"rope_theta {theta:,.0f}, not")
 
 
