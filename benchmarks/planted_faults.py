@@ -131,7 +131,7 @@ def know(folder: Path, target: str) -> Known:
         OtherTexts("prompts without the chat template", "", [read_text(model, *each, keep) for each in plain], EASIER),
         OtherTexts("the target in two bits", "", [read_text(coarse, *each, keep) for each in answered]),
     ]
-    around = Surroundings(model.weights().embedding, {}, len(model.layers), others)
+    around = Surroundings(model.weights().embedding, {}, others)
     return Known(texts, around, measuring(model.weights(), topology.modules_alone, DRAFT_TOKENS))
 
 
@@ -172,13 +172,16 @@ def diagnosed(
     start = time.perf_counter()
     diagnosis = diagnose(reading, around, str, measure, DRAFT_TOKENS, lambda line: None)
     names = [fault.name for fault in diagnosis.faults]
+    equals = [name for fault in diagnosis.faults for name in fault.rivals]
     return {
         "accepted": diagnosis.accepted,
         "named": names,
         "restored": diagnosis.faults[-1].accepted if names else diagnosis.accepted,
         "notes": diagnosis.notes,
         "cures": cures,
-        "right": len(names) == len(cures) and all(any(name.startswith(cure) for name in names) for cure in cures),
+        "equals": equals,
+        "right": len(names) == len(cures)
+        and all(any(name.startswith(cure) for name in (*names, *equals)) for cure in cures),
         "changes": len(diagnosis.tried),
         "seconds": time.perf_counter() - start,
     }
@@ -198,7 +201,7 @@ def report(document: dict[str, Any]) -> str:
             each["draft"],
             f"{sound[each['draft']]['accepted']:.2f}",
             f"{each['accepted']:.2f}",
-            "; ".join(each["named"]) or "nothing",
+            "; ".join(each["named"]) + (" (and equals)" if each["equals"] else "") or "nothing",
             f"{each['restored']:.2f}",
             verdicts[id(each)],
             f"{each['seconds']:.0f}",

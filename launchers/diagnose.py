@@ -6,14 +6,15 @@ names the target and, in its data, held-out conversations. Exit code 1 if a know
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import Console, is_first_rank, waiting
-from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError, run_command
 from eagle3.hub import draft_folder, require_draft_folder
-from eagle3.preflight.inputs import require_export, require_inputs, require_weights
+from eagle3.preflight.inputs import require_export, require_inputs, require_prompts_file, require_weights
+from eagle3.preflight.result_file import require_result_place, write_result
 from eagle3.recipe.loading import apply_override, checked_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 
@@ -42,10 +43,9 @@ def main() -> int:
     diagnosed = diagnose_draft(known, draft, prompts, topology, console)
     for line in diagnosed.lines():
         console.result(line)
-    result = diagnosed.as_dict() | {"draft": name, "target": recipe.model.target}
-    with writing(options.out, "free space, or name another file with --out"):
-        replace_text(options.out, json.dumps(result, indent=2) + "\n")
-    console.result(f"written to {options.out}")
+    texts = "held-out conversations" if options.prompts is None else options.prompts.name
+    result = diagnosed.as_dict() | {"draft": name, "target": recipe.model.target, "texts": texts}
+    write_result(options.out, result, console)
     stop_distributed()
     return 1 if diagnosed.diagnosis.faults else 0
 
@@ -78,12 +78,25 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
 
 def check(options: argparse.Namespace, recipe: Recipe, draft: str) -> None:
     """Raises UserError for every mistake that can be found before anything is loaded."""
+    evaluation = recipe.evaluation
     if options.target and not options.prompts and not options.named:
         raise UserError(
             "--target: needs texts; name a file of conversations or questions with --prompts, or a recipe with data"
         )
-    if not options.prompts and not recipe.evaluation.conversations:
+    if not options.prompts and not evaluation.conversations:
         raise UserError("recipe: evaluation.conversations is 0; set it to 16, for example, or name --prompts")
+    if options.target and not options.draft:
+        raise UserError("--target: needs a draft beside it; name its folder or hub id with --draft")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError("diagnose.py: runs in one process; start it with python")
+    if options.prompts:
+        require_prompts_file(options.prompts)
+    if evaluation.new_tokens < evaluation.draft_tokens + 2:
+        raise UserError(
+            f"evaluation.new_tokens: {evaluation.new_tokens} tokens hold no chain of {evaluation.draft_tokens} "
+            f"(evaluation.draft_tokens) after the first; set it to {evaluation.draft_tokens + 2} or more, better 64"
+        )
+    require_result_place(options.out)
     require_draft_folder(draft)
     if Path(draft).is_dir():
         require_export(Path(draft))

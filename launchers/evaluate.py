@@ -7,26 +7,21 @@ answer. Exit code 1 if the output differs from plain greedy decoding.
 """
 
 import argparse
-import json
 import math
 import os
 import re
-import tempfile
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.draft.config import DraftConfig, read_draft_config
-from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError, run_command
-from eagle3.parsing import parse_json
-from eagle3.preflight.inputs import require_export, require_inputs, require_weights
+from eagle3.preflight.inputs import require_export, require_inputs, require_prompts_file, require_weights
+from eagle3.preflight.result_file import require_result_place, write_result
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import MOST_KEYS, Recipe
-from eagle3.text.rows import KINDS
 
 ROOT = Path(__file__).parent.parent
 PER_CONTEXT = 8
@@ -42,7 +37,7 @@ def main() -> int:
     check(options, recipe, draft)
     require_inputs(recipe)
     require_weights(recipe.model.target)
-    check_out(out)
+    require_result_place(out)
     draft_stamp = stamp(draft)
     console = Console(is_first_rank(), options.quiet)
     console(f"recipe: {options.recipe}; draft: {draft}")
@@ -179,41 +174,10 @@ def warn_of_another_target(recipe: Recipe, draft: Path, console: Console) -> Non
             console.warn(f"{draft}: was trained for the target {trained} ({file}), and is judged with {judged}")
 
 
-def write_result(out: Path, result: dict[str, Any], console: Console) -> None:
-    with writing(out, "free space and judge again, or name another file with --out"):
-        aside = replace_text(out, json.dumps(result, indent=2) + "\n")
-    if aside:
-        console.result(f"{out} held an earlier result: moved to {aside}")
-    console.result(f"written to {out}")
-
-
 def stamp(draft: Path) -> list[tuple[int, ...] | None]:
     """A value that changes whenever the draft is exported anew."""
     stats = [file.stat() if (file := draft / name).exists() else None for name in ("config.json", "model.safetensors")]
     return [stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
-
-
-def check_out(out: Path) -> None:
-    """Raises UserError before anything is decoded if the result could not be written, or would overwrite something
-    else."""
-    if out.exists() and not out.is_file():
-        raise UserError(f"--out {out}: exists, but is not a file; name a file for the result")
-    if not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}; create it, or name another file")
-    try:
-        with tempfile.TemporaryFile(dir=out.parent):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"--out {out}: {out.parent} cannot be written ({error.strerror}); name a file elsewhere"
-        ) from error
-    if out.exists() and out.stat().st_size:
-        try:
-            earlier = parse_json(out.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            earlier = None
-        if not isinstance(earlier, dict) or "draft_tokens" not in earlier:
-            raise UserError(f"--out {out}: holds something other than an evaluation; name another file")
 
 
 def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
@@ -227,9 +191,8 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
             "recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, for example, name "
             "--prompts, or judge --by-context"
         )
-    if options.prompts is not None and not (options.prompts.is_file() and options.prompts.suffix in (*KINDS, ".txt")):
-        problem = "is not a file of such a kind" if options.prompts.exists() else "no such file"
-        raise UserError(f"--prompts {options.prompts}: {problem}; name a .jsonl, .json, .parquet or .txt file")
+    if options.prompts is not None:
+        require_prompts_file(options.prompts)
     check_window(options.window, recipe, require_export(draft), draft)
     if options.engine == "transformers" and (options.topk, options.tree_tokens) != (1, None):
         raise UserError(

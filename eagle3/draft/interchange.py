@@ -4,6 +4,7 @@ directions."""
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class ExportedDraft:
     d2t: Tensor  # d2t and t2d: the draft vocabulary
     t2d: Tensor
     origin: str  # where the draft was read, for messages
+    doubts: tuple[str, ...] = ()  # what engines may read differently than this project does
 
 
 def exported_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -127,7 +129,12 @@ def load_weights(draft: Eagle3Draft, exported: ExportedDraft, group: dist.Proces
             )
     unknown = exported.weights.keys() - shapes.keys()
     if unknown:
-        raise UserError(f"{exported.origin}: {min(unknown)} is not a weight of an EAGLE3 draft; export the draft again")
+        key = {"fc_norm": "fc_norm", "input_norm": "norm_before_fc"}.get(min(unknown).partition(".")[0])
+        raise UserError(
+            f"{exported.origin}: {min(unknown)} is in its weights, but {key} is false in config.json; write true there"
+            if key
+            else f"{exported.origin}: {min(unknown)} is not a weight of an EAGLE3 draft; export the draft again"
+        )
     with torch.no_grad():
         for parameter, exported_names in sources:
             tensors = [exported.weights[name] for name in exported_names if name in exported.weights]
@@ -203,9 +210,23 @@ def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
     tensors = {}
     for file in _weight_files(path):
         tensors |= _read_weights(file)
+    written = next((tensor for name, tensor in tensors.items() if name.rpartition(".")[2] == "d2t"), None)
     tensors = plain_tensors(tensors, config, str(path))
     d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
-    return ExportedDraft(config, tensors, d2t, t2d, str(folder))
+    return ExportedDraft(config, tensors, d2t, t2d, str(folder), tuple(_doubts(folder / CONFIG, written, d2t)))
+
+
+def _doubts(config: Path, written: Tensor | None, d2t: Tensor) -> Iterator[str]:
+    """written: d2t as it stands in the file, if it does."""
+    if written is not None and not torch.equal(written.long(), d2t):
+        yield "d2t holds token ids, and engines add each one's place to it: write d2t[i] = id - i"
+    values = read_json_object(config, "name the config.json of a draft", "export the draft again or fix the file")
+    rope, theta = values.get("rope_parameters") or {}, values.get("rope_theta")
+    if theta is not None and theta != rope.get("rope_theta", theta):
+        yield (
+            f"config.json has rope_theta {theta} and, in rope_parameters, {rope['rope_theta']}: engines may read "
+            "either, so write the right one to both"
+        )
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -7,7 +7,7 @@ best such change is made, and all others are tried again on top of it, so that s
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +27,7 @@ from eagle3.evaluation.teacher_forced import HEAD_SCALES, ForcedDrafts, forced_d
 from eagle3.targets.logits import TargetHead
 
 LEAST_GAIN = 0.05  # accepted drafts
-MOST_FAULTS = 4
-SOUND = 0.5  # share of first drafts accepted above which a draft without a known fault is called sound
+MOST_FAULTS, MOST_RIVALS = 4, 3
 CLEARLY_SCALED = 4.0  # a factor on the logits, or its inverse, from which on a better one is told
 
 
@@ -58,6 +57,7 @@ class Finding(NamedTuple):
     accepted: float
     interval: tuple[float, float] | None  # of the gain; None if fewer than two texts have a place with and without it
     least_gain: float  # a smaller gain is no explanation, however certain
+    rivals: tuple[str, ...] = ()  # other changes that explain as much, for one that was made
 
     @property
     def gain(self) -> float:
@@ -70,10 +70,14 @@ class Finding(NamedTuple):
     def line(self, draft_tokens: int) -> str:
         """The finding in words, for one that explains something."""
         low, high = self.interval or (self.gain, self.gain)
+        rivals = f"; nearly as good: {', '.join(self.rivals[:MOST_RIVALS])}" if self.rivals else ""
         return (
             f"with {self.name}, {self.accepted:.2f} of {draft_tokens} drafts are accepted, not {self.before:.2f} (gain "
-            f"{low:.2f} to {high:.2f}); {self.remedy}"
+            f"{low:.2f} to {high:.2f}); {self.remedy}{rivals}"
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._asdict() | {"gain": self.gain, "explains": self.explains}
 
 
 @dataclass(frozen=True)
@@ -90,19 +94,19 @@ class Diagnosis:
         found = [f"fault {place}: {fault.line(self.draft_tokens)}" for place, fault in enumerate(self.faults, 1)]
         if not found:
             best = self.tried[0]
-            verdict = "the draft is sound" if self.evidence.first >= SOUND else "no known fault explains it"
+            verdict = "the draft is sound" if self.evidence.sound else "no known fault explains it"
             found = [
                 f"{verdict}: {self.accepted:.2f} of {self.draft_tokens} drafts accepted, and none of "
                 f"{len(self.tried)} changes raises that clearly (the best, {best.name}: {best.gain:+.2f})"
             ]
-        return [*found, *self.notes, *self.evidence.lines()]
+        return [*found, *self.notes, *(["as the draft is:"] if self.faults else []), *self.evidence.lines()]
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "draft_tokens": self.draft_tokens,
             "accepted_drafts": self.accepted,
-            "faults": [fault._asdict() for fault in self.faults],
-            "tried": [finding._asdict() for finding in self.tried],
+            "faults": [fault.as_dict() for fault in self.faults],
+            "tried": [finding.as_dict() for finding in self.tried],
             "notes": self.notes,
             "evidence": self.evidence._asdict(),
         }
@@ -136,6 +140,8 @@ def diagnose(
             break
         report(f"made: {chosen.finding.name}; the others again")
         faults.append(chosen.finding)
+        if chosen.reading.texts is not seen.texts:
+            around = replace(around, others=())  # one of them was chosen, and another would undo that
         seen, now = chosen.reading, chosen.measured
     evidence = evidence_of(reading.texts, own.texts, reading.exported, vocabulary, draft_tokens)
     return Diagnosis(draft_tokens, own.accepted, faults, tried, evidence, _notes(now))
@@ -173,7 +179,11 @@ def _chosen(trials: Sequence[Trial]) -> Trial | None:
     the likeliest of its kind. None if none explains it."""
     explaining = [trial for trial in trials if trial.finding.explains]
     most = max((trial.finding.gain for trial in explaining), default=0.0)
-    return next((trial for trial in explaining if trial.finding.gain > most - LEAST_GAIN), None)
+    best = [trial for trial in explaining if trial.finding.gain > most - LEAST_GAIN]
+    if not best:
+        return None
+    rivals = tuple(trial.finding.name for trial in best[1:])
+    return best[0]._replace(finding=best[0].finding._replace(rivals=rivals))
 
 
 def _notes(measured: Measured) -> list[str]:

@@ -12,6 +12,7 @@ from eagle3.evaluation.teacher_forced import ForcedDrafts, WrittenText
 from eagle3.objective.losses import contexts_up_to
 
 Vocabulary = Callable[[int], str]  # the text of a token
+SOUND, SOUND_LATER = 0.5, 0.4  # shares from which on a draft without a known fault is called sound
 
 
 class Share(NamedTuple):
@@ -30,9 +31,9 @@ class Evidence(NamedTuple):
     by_entropy: list[Share]  # of the target's distribution, in quarters of the places
 
     @property
-    def first(self) -> float:
-        """Share of first drafts that are accepted."""
-        return self.by_position[0] if self.by_position else 0.0
+    def sound(self) -> bool:
+        """Whether at least half of the first drafts are accepted, and of the later ones not much fewer."""
+        return self.by_position[0] >= SOUND and min(self.by_position) >= SOUND_LATER
 
     def lines(self) -> list[str]:
         """The evidence in words."""

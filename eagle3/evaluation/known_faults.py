@@ -5,6 +5,7 @@ misread draft vocabulary, a norm that is on or off, another embedding, a head th
 texts that training never saw (no chat template, a target in another precision).
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
@@ -13,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.draft.config import ROPE_TYPES
 from eagle3.draft.interchange import EMBEDDING, ExportedDraft
 from eagle3.draft.model import AUX_LAYERS
 from eagle3.evaluation.teacher_forced import WrittenText
@@ -60,8 +60,7 @@ class Surroundings:
     """What a draft could have been trained with instead."""
 
     embedding: Tensor  # [V, Ht]: the target's
-    rope: dict[str, Any]  # the target's rope parameters; empty if it has none of its own
-    layers: int  # the target's
+    rope: dict[str, Any]  # the target's rope parameters; empty if a draft cannot have them
     others: Sequence[OtherTexts] = ()
 
 
@@ -82,7 +81,7 @@ def layers_to_keep(layers: Sequence[int], count: int) -> list[int]:
 def changes(reading: Reading, around: Surroundings, draft_tokens: int) -> Iterator[Change]:
     """Every change that is possible for this draft; of those of one kind, the likelier first. draft_tokens: length of
     its chains, which a window must hold."""
-    yield from _of_states(reading, around.layers)
+    yield from _of_states(reading)
     yield from _of_rope(reading, around.rope)
     yield from _of_vocabulary(reading)
     yield from _of_norms(reading)
@@ -103,18 +102,20 @@ def _weighted(reading: Reading, name: str, remedy: str, **weights: Tensor) -> Ch
     return Change(name, remedy, reading._replace(exported=replace(exported, weights=exported.weights | weights)))
 
 
-def _of_states(reading: Reading, count: int) -> Iterator[Change]:
+def _of_states(reading: Reading) -> Iterator[Change]:
     layers = reading.exported.config.aux_layers
     assert layers is not None
     shifted = [tuple(layer + shift for layer in layers) for shift in (-1, 1)]
     for other in (*shifted, *permutations(sorted(layers))):
-        if other != layers and min(other) >= 0 and max(other) < count:
+        if other != layers and all(layer in reading.texts[0].states for layer in other):
             yield _configured(
                 reading,
                 f"auxiliary layers {list(other)}, not {list(layers)}",
-                f"write {list(other)} to {LAYER_IDS} in {CONFIG}, which counts from 0"
+                f"write {list(other)} to {LAYER_IDS} in {CONFIG} and, where the top level has such a key, "
+                f"{[layer + 1 for layer in other]} there (it counts from 1)"
                 if list(other) == sorted(other)
-                else "reorder the three blocks of columns of fc.weight: engines read the layers from low to high",
+                else f"reorder the blocks of columns of fc.weight (and fc_norm) from {list(other)} to {sorted(other)}: "
+                "engines read the layers from low to high",
                 aux_layers=other,
             )
     if reading.shift:
@@ -136,7 +137,8 @@ def _of_rope(reading: Reading, targets: dict[str, Any]) -> Iterator[Change]:
         return _configured(
             reading,
             name,
-            f"write rope_parameters {parameters} to {CONFIG} (and rope_theta and rope_scaling, as older engines read)",
+            f'write "rope_parameters": {json.dumps(parameters)} to {CONFIG}, and the same to rope_theta and '
+            "rope_scaling, which older engines read",
             rope_parameters=parameters,
         )
 
@@ -155,8 +157,10 @@ def _of_rope(reading: Reading, targets: dict[str, Any]) -> Iterator[Change]:
                     f"{kind} with factor {factor:g}, not a plain rope", scaled | (original if kind == "yarn" else {})
                 )
     kind = targets.get("rope_type", "default")
-    if kind in ROPE_TYPES and kind != rope["rope_type"]:
-        yield roped(f"the target's rope ({kind}), not {rope['rope_type']}", targets)
+    if targets and (kind, rope["rope_type"]) != ("default", "default"):
+        change = roped(f"the target's rope ({kind})", targets)
+        if change.reading.exported.config.rope_parameters != rope:
+            yield change
     longest = max(len(text.ids) for text in reading.texts)
     for clamp in sorted({*CLAMPS, config.max_position_embeddings}):
         if reading.clamp is None and clamp < longest:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle3.console import Console, Progress, waiting
-from eagle3.draft.config import ROPE_TYPES, rope_parameters
+from eagle3.draft.config import DraftConfig, rope_parameters
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import Decoding
@@ -27,6 +27,7 @@ from eagle3.text.vocabulary import DraftVocabulary
 
 # The precision to try beside the one that the target is in.
 OTHER_DTYPE = {torch.float32: "bfloat16", torch.bfloat16: "float32", torch.float16: "float32"}
+FEW = 8  # prompts
 EASIER = 0.2  # texts in another form may differ by so much in acceptance, whatever the draft was trained on
 SPACES = {ord("\u0120"): " ", ord("\u2581"): " ", ord("\u010a"): "\n"}  # how tokenizers write blanks in tokens
 
@@ -76,6 +77,12 @@ def diagnose_draft(
 ) -> DiagnosedDraft:
     """Diagnose the draft in a folder. Raises UserError for anything that the user can fix."""
     exported, config = read_exported(folder), known.config
+    if len(prompts.as_given) < 2:
+        raise UserError("--prompts: one prompt shows no interval; give 16, for example")
+    if len(prompts.as_given) < FEW:
+        console.warn(
+            f"--prompts: {len(prompts.as_given)} prompts make wide intervals, in which faults can hide; give 16"
+        )
     check_belongs(exported.config, folder, config.vocab_size, config.hidden_size)
     layers = check_aux_layers(
         exported.config.aux_layers or default_aux_layers(config.num_hidden_layers), config.num_hidden_layers
@@ -102,13 +109,13 @@ def diagnose_draft(
     others += _in_another_precision(known, exported, layers, head.embedding.dtype, texts, topology, console)
     diagnosis = diagnose(
         Reading(exported, texts),
-        Surroundings(head.embedding.cpu(), _rope_of(known), config.num_hidden_layers, others),
+        Surroundings(head.embedding.cpu(), _rope_of(known, exported.config), others),
         lambda token: str(known.tokenizer.convert_ids_to_tokens(token)).translate(SPACES),
         measuring(head, topology.modules_alone, known.recipe.evaluation.draft_tokens),
         known.recipe.evaluation.draft_tokens,
         console,
     )
-    return DiagnosedDraft(decoded, diagnosis)
+    return DiagnosedDraft(decoded, replace(diagnosis, notes=[*exported.doubts, *diagnosis.notes]))
 
 
 class Answered(NamedTuple):
@@ -171,7 +178,9 @@ def _in_another_precision(
     console: Console,
 ) -> list[OtherTexts]:
     """The same texts, read by the target in another precision; none if it cannot be loaded so."""
-    other = OTHER_DTYPE[dtype]
+    other = OTHER_DTYPE.get(dtype)
+    if other is None:
+        return []
     try:
         target = _target_of(known, exported, layers, topology, console, other)
         read = _read(target, [Answered(text.ids, text.prompt) for text in texts], layers)
@@ -194,9 +203,11 @@ def _target_of(
         return start_target(known, topology.device, vocabulary, aux_layers=layers, dtype=dtype)
 
 
-def _rope_of(known: KnownTarget) -> dict[str, Any]:
-    """The target's rope, if a draft could have it."""
+def _rope_of(known: KnownTarget, draft: DraftConfig) -> dict[str, Any]:
+    """The target's rope parameters; empty if the draft cannot have them."""
     rope = rope_parameters(known.config.to_dict())
-    return (
-        rope if rope["rope_type"] in ROPE_TYPES and not any(isinstance(value, dict) for value in rope.values()) else {}
-    )
+    try:
+        replace(draft, rope_parameters=rope)
+    except UserError:
+        return {}
+    return rope

@@ -14,6 +14,7 @@ from eagle3.states.store.files import LocalFiles, is_url, no_store
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.sglang.asking import server_info
 from eagle3.text.conversations import dataset_of
+from eagle3.text.rows import KINDS
 from eagle3.text.template import check_variables, read_template
 
 FILES = ("model.draft.config", "model.draft.vocabulary", "data.chat_template")
@@ -132,6 +133,13 @@ def require_export(draft: Path, option: str = "--draft ") -> DraftConfig:
     if (draft / "export" / "config.json").is_file():
         raise UserError(f"{draft}: is a run's folder; its draft is in there: {option}{draft / 'export'}")
     raise UserError(f"{draft}: no exported draft here; train first, or name one with {option}FOLDER")
+
+
+def require_prompts_file(file: Path) -> None:
+    """Raises UserError unless the file is of a kind that holds prompts."""
+    if not (file.is_file() and file.suffix in (*KINDS, ".txt")):
+        problem = "is not a file of such a kind" if file.exists() else "no such file"
+        raise UserError(f"--prompts {file}: {problem}; name a .jsonl, .json, .parquet or .txt file")
 
 
 def _require_target(model: Model) -> None:

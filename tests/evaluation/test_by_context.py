@@ -3,14 +3,12 @@ launcher from end to end."""
 
 import json
 import re
-import runpy
 import sys
 
 import numpy as np
 import pytest
 import torch
 from jobs import inputs_of
-from places import LAUNCHERS
 from tiny_run import finish, launch, make_target, write_recipe
 
 from eagle3.console import Console
@@ -23,6 +21,7 @@ from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.prompts import prompt_contexts, sample_contexts
 from eagle3.evaluation.speculative import DecodedConversation, SpeculativeOutput
 from eagle3.jobs.evaluate import decoding_of, judge_contexts
+from eagle3.preflight.result_file import require_result_place
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import fingerprint
 from eagle3.targets.transformers import load_target
@@ -205,7 +204,7 @@ def test_by_context_writes_and_prints_every_bucket(run):
         assert len(each["position_acceptance"]) == len(each["position_intervals"]) == 4
         assert rows[str(each["context"])] == [str(each["context"]), *(f"{x:.2f}" for x in each["position_acceptance"])]
     # a second judge must recognise this as an evaluation
-    runpy.run_path(str(LAUNCHERS / "evaluate.py"))["check_out"](folder / "by_context.json")
+    require_result_place(folder / "by_context.json")
 
 
 def test_a_quiet_judge_says_the_result_alone_and_leaves_examples(run):

@@ -55,6 +55,8 @@ def test_a_draft_from_the_hub_is_diagnosed_with_its_target_and_a_file_of_prompts
         assert f"first drafts accepted by {grouping}: " in output
     result = json.loads(out.read_text())
     assert result["draft"] == ID and result["decoded"]["lossless"] and len(result["faults"]) == 1
+    assert result["faults"][0]["explains"] and result["texts"] == "prompts.jsonl"
+    assert "--prompts: 6 prompts make wide intervals" in output
     tried = {each["name"] for each in result["tried"]}
     assert {"the prompts in their other form", "the target in bfloat16"} <= tried
     assert torch.tensor(result["evidence"]["by_position"]).shape == (3,)
@@ -64,9 +66,13 @@ def test_a_draft_from_the_hub_is_diagnosed_with_its_target_and_a_file_of_prompts
     ("words", "message"),
     [
         (["--target", "somewhere/model"], "--target: needs texts; name a file of conversations or questions"),
+        (["--target", "a/b", "--prompts", "p.jsonl"], "--target: needs a draft beside it; name its folder or hub id"),
+        (["--prompts", "p.jsonl"], "--prompts p.jsonl: no such file; name a .jsonl"),
+        (["evaluation.new_tokens=5"], "evaluation.new_tokens: 5 tokens hold no chain of 4"),
+        (["--out", "."], "--out .: exists, but is not a file"),
+        (["--out", "none/d.json"], "--out none/d.json: there is no folder none"),
         (["--draft", "./nothing"], "draft './nothing': no such folder; train first"),
         (["evaluation.conversations=0", "--draft", "a/b"], "recipe: evaluation.conversations is 0"),
-        (["--draft", "a/b", "--target", "./none", "--prompts", "p.jsonl"], "target './none': no such folder"),
     ],
 )
 def test_what_cannot_be_diagnosed_is_refused_before_anything_loads(refused, words, message):

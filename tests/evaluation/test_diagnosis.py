@@ -39,7 +39,7 @@ def specimen(folder, topology, **shape) -> Specimen:
     head = target.weights()
     return Specimen(
         Reading(read_exported(folder), texts),
-        Surroundings(head.embedding, {}, len(target.layers)),
+        Surroundings(head.embedding, {}),
         measuring(head, topology.modules_alone, DRAFT_TOKENS),
     )
 
@@ -64,8 +64,8 @@ def test_planted_faults_are_named_and_their_changes_restore_the_draft(sound, fau
 def test_a_sound_draft_has_no_fault(topology, tmp_path, shape):
     own = specimen(tmp_path / "export", topology, **shape)
     diagnosis = own.diagnosed(own.reading)
-    assert not diagnosis.faults and diagnosis.accepted > 0.3 and len(diagnosis.tried) > 25
-    assert diagnosis.lines()[0].startswith("the draft is sound" if diagnosis.evidence.first >= 0.5 else "no known")
+    assert not diagnosis.faults and diagnosis.accepted > 0.3 and len(diagnosis.tried) > 20
+    assert diagnosis.lines()[0].startswith("the draft is sound" if diagnosis.evidence.sound else "no known")
 
 
 def test_a_scaled_head_is_noted_because_only_sampling_suffers(sound):

@@ -31,10 +31,10 @@ def _weighted(reading: Reading, **weights) -> Reading:
 
 
 def layers_off(shift: int) -> Plant:
-    def plant(reading: Reading, around: Surroundings) -> Planted | None:
+    def plant(reading: Reading, _around: Surroundings) -> Planted | None:
         layers = reading.exported.config.aux_layers
         moved = tuple(layer + shift for layer in layers)
-        if moved[0] < 0 or moved[-1] >= around.layers:
+        if not all(layer in reading.texts[0].states for layer in moved):
             return None
         return Planted(_configured(reading, aux_layers=moved), f"auxiliary layers {list(layers)}, not")
 
