@@ -1,4 +1,4 @@
-"""Known faults, planted in sound drafts, for tests and for benchmarks/planted_faults.py."""
+"""Known faults, planted in sound drafts, for tests and for benchmarks/diagnosing.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

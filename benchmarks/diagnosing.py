@@ -1,8 +1,8 @@
 """Plants known faults in small drafts, and asks the diagnosis of each draft what is wrong with it.
 
-    python benchmarks/planted_faults.py train            trains 20 sound drafts for two targets (about 25 minutes)
-    python benchmarks/planted_faults.py table            diagnoses all of them, and all with a fault
-    python benchmarks/planted_faults.py table --json     the same as one JSON document
+    python benchmarks/diagnosing.py train            trains 20 sound drafts for two targets (about 25 minutes)
+    python benchmarks/diagnosing.py table            diagnoses all of them, and all with a fault
+    python benchmarks/diagnosing.py table --json F   the same, and as a JSON document in the file F
 
 Two cores are enough. The targets are the quickstart's and a deeper, narrower one, both trained on first use.
 """
@@ -74,7 +74,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("train", "table"))
     parser.add_argument("--folder", type=Path, default=Path("runs/planted-faults"))
-    parser.add_argument("--json", action="store_true", help="table: print one JSON document")
+    parser.add_argument("--json", type=Path, help="table: a file for the results as one JSON document")
     options = parser.parse_args()
     if options.what == "train":
         for name in DRAFTS:
@@ -82,7 +82,9 @@ def main() -> int:
                 train(options.folder, target, name)
         return 0
     document = origin() | {"drafts": diagnoses(options.folder)}
-    print(json.dumps(document) if options.json else report(document))
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(report(document))
     return 0
 
 
