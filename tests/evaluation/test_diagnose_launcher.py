@@ -8,7 +8,7 @@ import pytest
 import torch
 from places import LAUNCHERS
 from safetensors.torch import load_file, save_file
-from test_speculative import export_trained
+from tiny_draft import export_trained
 from tiny_run import conversations, finish, launch, make_target
 from transformers import AutoTokenizer
 

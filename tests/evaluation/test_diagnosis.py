@@ -7,8 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from planted_faults import PLANTS, SEVERAL, plant_all
-from test_speculative import DRAFT_TOKENS, NEW_TOKENS, as_target, export_trained, random_prompts, tiny_llama
 from test_teacher_forced import written_text
+from tiny_draft import DRAFT_TOKENS, NEW_TOKENS, as_target, export_trained, random_prompts, tiny_llama
 
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from test_speculative import as_target
+from tiny_draft import as_target
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 

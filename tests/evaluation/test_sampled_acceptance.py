@@ -3,7 +3,7 @@ that guesses."""
 
 import pytest
 import torch
-from test_speculative import as_target, random_prompts, tiny_llama
+from tiny_draft import as_target, random_prompts, tiny_llama
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from sglang_cpu.environment import sglang_environment
 from sglang_cpu.targets import VOCABULARY, make_target
-from test_speculative import export_trained
+from tiny_draft import export_trained
 from tiny_run import finish, launch, write_recipe
 
 from eagle3.evaluation.prompts import read_prompts

@@ -12,7 +12,7 @@ import pytest
 import torch
 from sglang_cpu.environment import sglang_environment
 from sglang_cpu.targets import VOCABULARY, make_target
-from test_speculative import decode_speculatively, export_trained, speculative_greedy
+from tiny_draft import decode_speculatively, export_trained, speculative_greedy
 from torch import Tensor
 
 from eagle3.console import Warned

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_speculative import NEW_TOKENS, as_target, random_prompts, speculative_greedy, tiny_llama
+from tiny_draft import NEW_TOKENS, as_target, random_prompts, speculative_greedy, tiny_llama
 
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft

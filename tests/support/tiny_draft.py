@@ -1,0 +1,120 @@
+"""Tiny targets with random weights, drafts that learnt a few of their texts, and greedy decoding with both."""
+
+import dataclasses
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eagle3.attention.ttt import TTTAttention
+from eagle3.draft.derivation import derive_draft
+from eagle3.draft.interchange import export_draft
+from eagle3.draft.model import Eagle3Draft
+from eagle3.evaluation.acceptance import Decoding, Greedy
+from eagle3.evaluation.drafter import ChainDrafter, untrained_draft
+from eagle3.evaluation.speculative import (
+    SpeculativeOutput,
+    SpeculativeResult,
+    chain_drafter,
+    decode_conversations,
+    plain_greedy,
+    speculative,
+)
+from eagle3.objective.unroll import unroll, unroll_inputs
+from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.topology import Topology
+from eagle3.targets.transformers import TransformersTarget
+
+CPU = torch.device("cpu")
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+DRAFT_TOKENS, NEW_TOKENS, DRAFT_VOCABULARY = 3, 24, 64
+
+
+def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}))
+
+
+def as_target(model, dtype: torch.dtype = torch.float32) -> TransformersTarget:
+    return TransformersTarget(model.to(dtype), aux_layers=None, prefill_tokens=1024)
+
+
+def random_prompts(count: int, seed: int = 5) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(256, (5 + 3 * i,), generator=generator) for i in range(count)]
+
+
+def speculative_greedy(
+    target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor, prompt: Tensor, *, draft_tokens: int, new_tokens: int
+) -> SpeculativeOutput:
+    drafter = ChainDrafter(draft, d2t, len(prompt) + new_tokens)
+    return speculative(target, drafter, prompt, Greedy(), draft_tokens=draft_tokens, new_tokens=new_tokens)
+
+
+def decode_speculatively(
+    target: TransformersTarget,
+    draft: Eagle3Draft,
+    d2t: Tensor,
+    prompts: list[Tensor],
+    *,
+    draft_tokens: int,
+    new_tokens: int,
+    **options,
+) -> SpeculativeResult:
+    drafter = chain_drafter(target, draft, d2t)
+    decoded = decode_conversations(target, drafter, prompts, Decoding(draft_tokens, new_tokens), **options)
+    return SpeculativeResult.over(decoded, draft_tokens)
+
+
+def export_trained(
+    folder: Path,
+    target: TransformersTarget,
+    prompts: list[Tensor],
+    topology: Topology,
+    *,
+    updates: int = 40,
+    **shape,
+) -> None:
+    """Teach a draft the target's answers to `prompts` until it is right often, but not always, and export it. shape:
+    fields of its config that differ from what follows from the target."""
+    texts = [torch.cat((p, torch.tensor(plain_greedy(target, p, new_tokens=NEW_TOKENS).tokens))) for p in prompts]
+    frequent = (
+        torch.cat(texts).bincount(minlength=target.vocab_size).argsort(descending=True)[:DRAFT_VOCABULARY].sort().values
+    )
+    draft_id = torch.full((target.vocab_size,), -1)
+    draft_id[frequent] = torch.arange(DRAFT_VOCABULARY)
+    derived = derive_draft(target.model.config, draft_vocab_size=DRAFT_VOCABULARY, aux_layers=target.aux_layers)
+    config = dataclasses.replace(derived, **shape)
+    draft = untrained_draft(config, target.weights(), topology.modules, seed=0, dtype=torch.float32, device=CPU)
+    trained = [weight.requires_grad_() for name, weight in draft.named_parameters() if name != "embedding.weight"]
+    stream = Stream.pack(texts, [torch.ones(len(text), dtype=torch.bool) for text in texts])
+    plan = plan_sequence(stream, DRAFT_TOKENS, window=config.window)
+    aux = torch.cat([states.aux for states in target.prefill(texts)])
+    inputs = unroll_inputs(stream, plan, DRAFT_TOKENS, aux[plan.rows])
+    labels = torch.stack([draft_id[stream.tokens_after(plan.queries, step + 2)] for step in range(DRAFT_TOKENS)])
+    attention = TTTAttention.over(topology.alone, topology.alone, draft.scale)
+    optimizer = torch.optim.AdamW(trained, lr=3e-3)
+    for _ in range(updates):
+        loss = F.cross_entropy(
+            draft.logits(torch.cat(unroll(draft, attention, inputs))), labels.flatten(), ignore_index=-1
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    t2d = draft_id >= 0
+    d2t = frequent - torch.arange(DRAFT_VOCABULARY)
+    weights = dict(draft.named_parameters())
+    export_draft(folder, draft, weights, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=False)
