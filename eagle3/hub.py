@@ -18,16 +18,20 @@ def require_target_folder(name: str) -> None:
     """Raises UserError if the name is the path of a missing folder, or of a file."""
     if Path(name).is_file():
         raise UserError(f"target {name!r}: is a file; name its folder, or a hub id, in model.target")
-    if (name.startswith(("/", ".", "~")) or name.count("/") > 1) and not Path(name).is_dir():
+    if (_is_path(name) or name.count("/") > 1) and not Path(name).is_dir():
         raise UserError(f"target {name!r}: no such folder; name a checkpoint's folder or a hub id in model.target")
 
 
 def require_draft_folder(name: str) -> None:
-    """Like `require_target_folder`, for a draft."""
+    """Like `require_target_folder`, for a draft, whose hub id always has an owner."""
     if Path(name).is_file():
         raise UserError(f"draft {name!r}: is a file; name its folder, or a hub id")
-    if (name.startswith(("/", ".", "~")) or name.count("/") != 1) and not Path(name).is_dir():
+    if (_is_path(name) or name.count("/") != 1) and not Path(name).is_dir():
         raise UserError(f"draft {name!r}: no such folder; train first, or name a draft's folder or hub id with --draft")
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~"))
 
 
 def draft_folder(name: str) -> Path:

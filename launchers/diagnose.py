@@ -28,7 +28,8 @@ def main() -> int:
     check(options, recipe, name)
     console = Console(is_first_rank(), options.quiet)
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
-        from eagle3.jobs.diagnose import diagnose_draft, held_out_prompts, prompts_of
+        from eagle3.jobs.diagnose import Prompts, both_forms, diagnose_draft
+        from eagle3.jobs.evaluate import prompts_to_judge
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
@@ -37,9 +38,10 @@ def main() -> int:
     console(f"draft: {draft}")
     known = find_target(recipe, topology.device, console, make=False)
     if options.prompts:
-        prompts = prompts_of(known, options.prompts, recipe.evaluation.draft_tokens)
+        prompts = both_forms(known, options.prompts)
     else:
-        prompts = held_out_prompts(gather_inputs(known, console, judging=True))
+        inputs = gather_inputs(known, console, judging=True)
+        prompts = Prompts(prompts_to_judge(inputs, None, recipe.evaluation.draft_tokens))
     diagnosed = diagnose_draft(known, draft, prompts, topology, console)
     for line in diagnosed.lines():
         console.result(line)

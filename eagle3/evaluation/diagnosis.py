@@ -5,8 +5,7 @@ raises the mean number of accepted drafts by LEAST_GAIN, and beyond a 95% interv
 best such change is made, and all others are tried again on top of it, so that several faults are named in turn.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,7 +13,6 @@ import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
-from transformers.utils import logging
 
 from eagle3.console import Say, counted
 from eagle3.draft.rope import RotaryEmbedding, Rotation
@@ -24,6 +22,7 @@ from eagle3.evaluation.drafter import draft_of
 from eagle3.evaluation.evidence import Evidence, Vocabulary, evidence_of
 from eagle3.evaluation.known_faults import HEAD, Reading, Surroundings, changes
 from eagle3.evaluation.teacher_forced import HEAD_SCALES, ForcedDrafts, forced_drafts
+from eagle3.targets.checkpoint import without_warnings
 from eagle3.targets.logits import TargetHead
 
 LEAST_GAIN = 0.05  # accepted drafts
@@ -205,7 +204,7 @@ def measuring(
     device, dtype = target_head.embedding.device, target_head.embedding.dtype
 
     def measure(reading: Reading) -> Measured:
-        with _without_warnings():  # transformers doubts some of the ropes that are tried
+        with without_warnings():  # transformers doubts some of the ropes that are tried
             draft = draft_of(reading.exported, target_head, groups, dtype).to(device)
         if reading.clamp is not None:
             draft.rope = _Clamped(draft.rope, reading.clamp)
@@ -213,16 +212,6 @@ def measuring(
         return Measured(forced_drafts(draft, reading.exported.d2t.to(device), reading.texts, aux, draft_tokens))
 
     return measure
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 class _Clamped:

@@ -81,18 +81,17 @@ def forced_drafts(
         rows = torch.cat(
             [start + torch.tensor(chain) for start, chain in zip(stream.starts, chains, strict=True)]
         ).long()
-        slots, right, sampled = torch.searchsorted(plan.queries, rows).to(device), [], None
+        slots, right, first = torch.searchsorted(plan.queries, rows).to(device), [], None
         for step, output in enumerate(unroll(draft, attention, inputs)):
             logits, wrote = draft.logits(output[slots]), stream.ids[rows + 2 + step].to(device)
+            first = logits if first is None else first
             best = logits.argmax(-1)
             right.append(best + d2t[best] == wrote)
-            if sampled is None:  # the first draft guesses what the target would write after the chain's token
-                after = [slice(chain.start + 1, chain.stop + 1) for chain in chains]
-                target = (
-                    torch.cat([getattr(texts[i], name)[part] for i, part in zip(batch, after, strict=True)]).to(device)
-                    for name in ("likeliest", "probabilities")
-                )
-                sampled = _sampled(logits, d2t, *target)
+        # The first draft guesses what the target would write after the chain's token.
+        after = [(texts[i], slice(chain.start + 1, chain.stop + 1)) for i, chain in zip(batch, chains, strict=True)]
+        likeliest = torch.cat([text.likeliest[part] for text, part in after]).to(device)
+        probabilities = torch.cat([text.probabilities[part] for text, part in after]).to(device)
+        sampled = _sampled(first, d2t, likeliest, probabilities)
         accepted = torch.stack(right).int().cumprod(0).sum(0).cpu()
         lengths = [len(chain) for chain in chains]
         split = zip(batch, accepted.split(lengths), sampled.split(lengths), strict=True)

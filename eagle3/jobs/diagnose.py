@@ -8,22 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.console import Console, Progress, waiting
+from eagle3.console import Console, Progress
 from eagle3.draft.config import DraftConfig, rope_parameters
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.diagnosis import Diagnosis, diagnose, measuring
-from eagle3.evaluation.drafter import check_belongs, load_draft
+from eagle3.evaluation.drafter import check_belongs, draft_of
 from eagle3.evaluation.known_faults import OtherTexts, Reading, Surroundings, layers_to_keep
-from eagle3.evaluation.prompts import choose_prompts, longest_prompt, read_prompts
 from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, decode_conversations, plain_greedy
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
-from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
+from eagle3.jobs.evaluate import prompts_of, target_of
+from eagle3.jobs.job import KnownTarget
 from eagle3.parallel.topology import Topology
+from eagle3.recipe.schema import Evaluation
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.transformers import TransformersTarget
-from eagle3.text.vocabulary import DraftVocabulary
 
 # The precision to try beside the one that the target is in.
 OTHER_DTYPE = {torch.float32: "bfloat16", torch.bfloat16: "float32", torch.float16: "float32"}
@@ -54,22 +54,14 @@ class Prompts(NamedTuple):
     other: list[Tensor] | None = None
 
 
-def prompts_of(known: KnownTarget, file: Path, room: int) -> Prompts:
-    """Prompts from a file, in both forms. room: as for longest_prompt. Raises UserError like read_prompts."""
-    longest = longest_prompt(known.config.max_position_embeddings, known.recipe.evaluation.new_tokens, room)
-    read = (file, known.tokenizer, known.chat_template, longest, choices_of(known.recipe))
+def both_forms(known: KnownTarget, file: Path) -> Prompts:
+    """Prompts from a file, in both forms. Raises UserError like read_prompts."""
+    room = known.recipe.evaluation.draft_tokens
     try:
-        other = read_prompts(*read, other_form=True)
+        other = prompts_of(known, file, room, other_form=True)
     except UserError:  # there is no chat template, or a prompt becomes too long, or empty
         other = None
-    return Prompts(read_prompts(*read), other)
-
-
-def held_out_prompts(inputs: Inputs) -> Prompts:
-    """Prompts from held-out conversations, by the recipe's evaluation section. Raises UserError if there are none."""
-    evaluation = inputs.recipe.evaluation
-    longest = longest_prompt(inputs.config.max_position_embeddings, evaluation.new_tokens, evaluation.draft_tokens)
-    return Prompts(choose_prompts(inputs.held_out, evaluation.conversations, longest))
+    return Prompts(prompts_of(known, file, room), other)
 
 
 def diagnose_draft(
@@ -90,8 +82,8 @@ def diagnose_draft(
     if exported.config.aux_layers is None:
         console.warn(f"{folder}: its config.json names no auxiliary layers; EAGLE3's own are taken, {list(layers)}")
     exported = replace(exported, config=replace(exported.config, aux_layers=layers))
-    target = _target_of(known, exported, layers, topology, console)
-    decoded, texts = _write(target, folder, exported, prompts.as_given, known, topology, console)
+    target = target_of(known, exported, topology, console, aux_layers=layers)
+    decoded, texts = _write(target, exported, prompts.as_given, known.recipe.evaluation, topology, console)
     others = []
     if prompts.other is not None:
         answers = _answers(target, prompts.other, known.recipe.evaluation.new_tokens, console)
@@ -100,13 +92,13 @@ def diagnose_draft(
                 "the prompts in their other form",
                 "the draft was trained on prompts with the chat template where these have none, or without where these "
                 "have one: give it what it was trained on (data.chat_template, messages in place of text)",
-                _read(target, answers, layers),
+                _read(target, answers),
                 EASIER,
             )
         )
     head = target.weights()
     del target  # before it is loaded again
-    others += _in_another_precision(known, exported, layers, head.embedding.dtype, texts, topology, console)
+    others += _in_another_precision(known, exported, head.embedding.dtype, texts, topology, console)
     diagnosis = diagnose(
         Reading(exported, texts),
         Surroundings(head.embedding.cpu(), _rope_of(known, exported.config), others),
@@ -125,21 +117,18 @@ class Answered(NamedTuple):
 
 def _write(
     target: TransformersTarget,
-    folder: Path,
     exported: ExportedDraft,
     prompts: Sequence[Tensor],
-    known: KnownTarget,
+    evaluation: Evaluation,
     topology: Topology,
     console: Console,
 ) -> tuple[SpeculativeResult, list[WrittenText]]:
     """Let target and draft answer the prompts. Returns how that went, and the texts."""
-    weights, evaluation = target.weights(), known.recipe.evaluation
-    draft, d2t, _ = load_draft(
-        folder, weights, topology.modules_alone, weights.embedding.dtype, weights.embedding.device
-    )
+    head = target.weights()
+    draft = draft_of(exported, head, topology.modules_alone, head.embedding.dtype).to(target.device)
     decoded = decode_conversations(
         target,
-        chain_drafter(target, draft, d2t),
+        chain_drafter(target, draft, exported.d2t.to(target.device)),
         prompts,
         Decoding(evaluation.draft_tokens, evaluation.new_tokens),
         report=console,
@@ -148,8 +137,7 @@ def _write(
         Answered(torch.cat((prompt, torch.tensor(each.output.tokens))), len(prompt))
         for prompt, each in zip(prompts, decoded, strict=True)
     ]
-    result = SpeculativeResult.over(decoded, evaluation.draft_tokens)
-    return result, _read(target, answers, exported.config.aux_layers or ())
+    return SpeculativeResult.over(decoded, evaluation.draft_tokens), _read(target, answers)
 
 
 def _answers(
@@ -163,15 +151,14 @@ def _answers(
     return answers
 
 
-def _read(target: TransformersTarget, answers: Sequence[Answered], layers: Sequence[int]) -> list[WrittenText]:
-    keep = layers_to_keep(layers, len(target.layers))
+def _read(target: TransformersTarget, answers: Sequence[Answered]) -> list[WrittenText]:
+    keep = layers_to_keep(target.aux_layers, len(target.layers))
     return [read_text(target, answer.ids, answer.prompt, keep) for answer in answers]
 
 
 def _in_another_precision(
     known: KnownTarget,
     exported: ExportedDraft,
-    layers: tuple[int, int, int],
     dtype: torch.dtype,
     texts: Sequence[WrittenText],
     topology: Topology,
@@ -182,25 +169,12 @@ def _in_another_precision(
     if other is None:
         return []
     try:
-        target = _target_of(known, exported, layers, topology, console, other)
-        read = _read(target, [Answered(text.ids, text.prompt) for text in texts], layers)
+        target = target_of(known, exported, topology, console, aux_layers=exported.config.aux_layers, dtype=other)
+        read = _read(target, [Answered(text.ids, text.prompt) for text in texts])
     except (UserError, torch.OutOfMemoryError) as error:
         console(f"the target in {other} was not tried ({first_sentence(error)})")
         return []
     return [OtherTexts(f"the target in {other}", f"set model.target_dtype={other}, and serve the target so", read)]
-
-
-def _target_of(
-    known: KnownTarget,
-    exported: ExportedDraft,
-    layers: tuple[int, int, int],
-    topology: Topology,
-    console: Console,
-    dtype: str | None = None,
-) -> TransformersTarget:
-    vocabulary = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d)
-    with waiting(console, f"loading {known.target}" + (f" in {dtype}" if dtype else "")):
-        return start_target(known, topology.device, vocabulary, aux_layers=layers, dtype=dtype)
 
 
 def _rope_of(known: KnownTarget, draft: DraftConfig) -> dict[str, Any]:

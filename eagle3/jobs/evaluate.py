@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle3.console import Console, waiting
-from eagle3.draft.interchange import read_exported
+from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
 from eagle3.evaluation.by_context import ContextJudgement
@@ -17,7 +17,7 @@ from eagle3.evaluation.drafter import Window, check_belongs
 from eagle3.evaluation.judge import Judgement, judge_by_context, judge_export
 from eagle3.evaluation.prompts import choose_prompts, longest_prompt, prompt_contexts, read_prompts, sample_contexts
 from eagle3.evaluation.sglang_judge import DraftTree, Logits, judge_by_sglang
-from eagle3.jobs.job import Inputs, choices_of, start_target
+from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.supply import engine_options
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.schema import Recipe
@@ -55,7 +55,7 @@ def judge(
     decoding = decoding or decoding_of(inputs.recipe)
     prompts = prompts_to_judge(inputs, prompts_file, decoding.draft_tokens)
     try:
-        target = target or target_of(inputs, exported, topology, console)
+        target = target or target_of(inputs, read_exported(exported), topology, console)
         console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
         judgement = judge_export(
             exported,
@@ -100,7 +100,7 @@ def judge_contexts(
     else:
         prompts = read_prompts(prompts_file, inputs.tokenizer, inputs.chat_template, longest, choices_of(inputs.recipe))
         buckets = prompt_contexts(prompts, contexts, per_context, longest)
-    target = target_of(inputs, exported, topology, console)
+    target = target_of(inputs, read_exported(exported), topology, console)
     return judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
 
 
@@ -163,11 +163,19 @@ def judge_served(
     return judgement
 
 
-def target_of(inputs: Inputs, exported: Path, topology: Topology, console: Console) -> TransformersTarget:
-    """Load the target to judge with."""
-    draft = read_exported(exported)
-    with waiting(console, f"loading {inputs.target}"):
-        return start_target(inputs, topology.device, DraftVocabulary(d2t=draft.d2t, t2d=draft.t2d))
+def target_of(
+    known: KnownTarget,
+    exported: ExportedDraft,
+    topology: Topology,
+    console: Console,
+    *,
+    aux_layers: Sequence[int] | None = None,
+    dtype: str | None = None,
+) -> TransformersTarget:
+    """Load the target to judge with. aux_layers, dtype: None for the recipe's."""
+    vocabulary = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d)
+    with waiting(console, f"loading {known.target}" + (f" in {dtype}" if dtype else "")):
+        return start_target(known, topology.device, vocabulary, aux_layers=aux_layers, dtype=dtype)
 
 
 def prompts_to_judge(inputs: Inputs, file: Path | None, room: int) -> list[Tensor]:
@@ -175,8 +183,22 @@ def prompts_to_judge(inputs: Inputs, file: Path | None, room: int) -> list[Tenso
 
     room: number of tokens that a prompt must leave free in the target's context, on top of the answer's
     """
-    evaluation = inputs.recipe.evaluation
-    longest = longest_prompt(inputs.config.max_position_embeddings, evaluation.new_tokens, room)
-    if file is None:
-        return choose_prompts(inputs.held_out, evaluation.conversations, longest)
-    return read_prompts(file, inputs.tokenizer, inputs.chat_template, longest, choices_of(inputs.recipe))
+    if file is not None:
+        return prompts_of(inputs, file, room)
+    return choose_prompts(inputs.held_out, inputs.recipe.evaluation.conversations, _longest(inputs, room))
+
+
+def prompts_of(known: KnownTarget, file: Path, room: int, *, other_form: bool = False) -> list[Tensor]:
+    """Prompts from a file. room: as for prompts_to_judge. other_form: as for read_prompts, which raises the errors."""
+    return read_prompts(
+        file,
+        known.tokenizer,
+        known.chat_template,
+        _longest(known, room),
+        choices_of(known.recipe),
+        other_form=other_form,
+    )
+
+
+def _longest(known: KnownTarget, room: int) -> int:
+    return longest_prompt(known.config.max_position_embeddings, known.recipe.evaluation.new_tokens, room)

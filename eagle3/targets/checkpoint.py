@@ -204,6 +204,17 @@ def _sampled_bytes(file: Path, windows: int = 64, window: int = 4096) -> Iterato
             yield stream.read(window)
 
 
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Inside the block, transformers logs only errors."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
 def load_causal_lm(
     name: str, revision: str | None, trust_remote_code: bool, dtype: str | torch.dtype
 ) -> PreTrainedModel:
@@ -215,11 +226,8 @@ def load_causal_lm(
     quantization = getattr(config, "quantization_config", None)
     with (
         readable(name, "causal language model", QUANTISED_REMEDY if quantization else None),
-        contextlib.ExitStack() as stack,
+        without_warnings(),  # it would list every missing weight; our one-line error names only the first
     ):
-        # transformers would list every missing weight; our one-line error names only the first.
-        stack.callback(logging.set_verbosity, logging.get_verbosity())
-        logging.set_verbosity_error()
         weight_files(name, revision)
         # In transformers' tables, some multimodal models are not causal language models, although they decode text.
         multimodal = (
