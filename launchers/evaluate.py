@@ -18,6 +18,7 @@ from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.errors import UserError, run_command
+from eagle3.planning.gpus import DEFAULT_GPU, GPUS, gpu_named
 from eagle3.preflight.inputs import require_export, require_inputs, require_prompts_file, require_weights
 from eagle3.preflight.result_file import require_result_place, write_result
 from eagle3.recipe.loading import load_recipe
@@ -61,6 +62,7 @@ def main() -> int:
             console,
             contexts=contexts_of(options),
             per_context=options.per_context or PER_CONTEXT,
+            gpu=options.gpu,
             prompts_file=options.prompts,
             decoding=decoding,
         )
@@ -112,6 +114,12 @@ def parse() -> argparse.Namespace:
         help="these lengths in tokens, ascending (default: 512, 1024, ... as far as texts and target reach)",
     )
     parser.add_argument("--per-context", type=int, help=f"prompts of each length (default: {PER_CONTEXT})")
+    parser.add_argument(
+        "--gpu",
+        default=DEFAULT_GPU,
+        help=f"--by-context: GPU to estimate the speed-up for, by its data sheet: {', '.join(GPUS)} "
+        "(default: %(default)s)",
+    )
     parser.add_argument(
         "--window",
         type=int,
@@ -242,6 +250,7 @@ def check_contexts(options: argparse.Namespace) -> None:
             f"--per-context {options.per_context}: a length has 1 prompt or more; leave it out for {PER_CONTEXT}"
         )
     contexts_of(options)
+    gpu_named(options.gpu)
 
 
 def contexts_of(options: argparse.Namespace) -> list[int] | None:

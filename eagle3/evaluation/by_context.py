@@ -1,15 +1,18 @@
 """Acceptance by context length (tokens before an answer): figures with confidence intervals, and tables of them."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
+from eagle3.console import aligned
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.drafter import FULL, Window
 from eagle3.evaluation.speculative import DecodedConversation, SpeculativeResult
+from eagle3.planning.costs import Timing
+from eagle3.planning.payoff import PayOff
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -34,6 +37,7 @@ class ContextAcceptance:
     compared: bool
     mismatches: int
     ties: int
+    timing: Timing | None = field(default=None, compare=False)  # None if nothing was timed
 
     @classmethod
     def over(
@@ -57,7 +61,20 @@ class ContextAcceptance:
             compared=result.compared,
             mismatches=result.mismatches,
             ties=result.ties,
+            timing=timing_of(decoded, draft_tokens),
         )
+
+
+def timing_of(decoded: Sequence[DecodedConversation], draft_tokens: int) -> Timing | None:
+    """Mean times over conversations, each round and each plain token counting alike; None if one of them was not
+    measured."""
+    rounds = sum(len(each.verifications) for each in decoded)
+    steps = sum(each.plain_tokens - 1 for each in decoded)
+    if not rounds or not steps:
+        return None
+    before = sum(len(each.verifications) * (each.prompt + len(each.output.tokens) / 2) for each in decoded)
+    phases = (sum(column) / rounds for column in zip(*(each.output.seconds for each in decoded), strict=True))
+    return Timing(before / rounds, draft_tokens, *phases, plain=sum(each.plain_seconds for each in decoded) / steps)
 
 
 @dataclass(frozen=True)
@@ -70,6 +87,12 @@ class ContextJudgement:
     version: str
     decoding: Decoding
     window: Window = FULL  # the draft's
+    pay_offs: Sequence[PayOff] = field(default=(), compare=False)  # by measured costs and by estimated ones
+
+    @property
+    def shares(self) -> dict[int, list[float]]:
+        """For each context, the share of verifications that accepted all of the drafts 0..i, for each i."""
+        return {each.context: each.position_acceptance for each in self.contexts}
 
     @property
     def lossless(self) -> bool | None:
@@ -88,6 +111,7 @@ class ContextJudgement:
             **self.window._asdict(),
             "contexts": [asdict(each) for each in self.contexts],
             "left_out": self.left_out,
+            "pay_off": [each.as_dict() for each in self.pay_offs],
         }
 
     def lines(self) -> list[str]:
@@ -111,9 +135,10 @@ class ContextJudgement:
         return [
             f"acceptance length by context ({rule}, {self.decoding.new_tokens} new tokens)",
             *self.window.lines(),
-            *_aligned([["context", "conv.", "verified", "length", "95% interval", "output"], *lengths]),
+            *aligned([["context", "conv.", "verified", "length", "95% interval", "output"], *lengths]),
             "accepted by draft position",
-            *_aligned([["context", *(f"{place + 1}" for place in range(self.decoding.draft_tokens))], *shares]),
+            *aligned([["context", *(f"{place + 1}" for place in range(self.decoding.draft_tokens))], *shares]),
+            *(line for each in self.pay_offs for line in each.lines()),
         ]
 
 
@@ -183,8 +208,3 @@ def _output(acceptance: ContextAcceptance) -> str:
     if acceptance.mismatches:
         return f"{acceptance.mismatches} DIFFER"
     return f"{acceptance.ties} tied" if acceptance.ties else "equal"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -1,7 +1,7 @@
 """Judge an exported draft with transformers: on prompts, compared with an untrained draft, or by context length."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,6 +19,8 @@ from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
 from eagle3.evaluation.drafter import FULL, LoadedDraft, Window, load_draft, untrained_draft
 from eagle3.evaluation.prompts import ContextPrompts
 from eagle3.evaluation.speculative import DecodedConversation, SpeculativeResult, chain_drafter, decode_conversations
+from eagle3.planning.costs import MeasuredCosts
+from eagle3.planning.payoff import PayOff, surface
 from eagle3.targets.transformers import TransformersTarget
 
 Engine = Literal["transformers", "sglang"]
@@ -221,9 +223,7 @@ def judge_by_context(
             report(f"{label}: {counted(len(prompts), 'prompt')}")
             reason = "the target ends all with their first token"
             try:
-                decoded = decode_conversations(
-                    target, drafter, prompts, decoding, task=label, timed=False, report=report
-                )
+                decoded = decode_conversations(target, drafter, prompts, decoding, task=label, report=report)
             except torch.OutOfMemoryError as error:  # keep what has been measured so far
                 reason = f"out of memory ({first_sentence(error)})"
         if any(each.verifications for each in decoded):
@@ -235,7 +235,19 @@ def judge_by_context(
         raise UserError(
             "--by-context: nothing could be measured, see above; use other conversations, or shorter --contexts"
         )
-    return ContextJudgement(contexts, left_out, "transformers", version("transformers"), decoding, window)
+    judgement = ContextJudgement(contexts, left_out, "transformers", version("transformers"), decoding, window)
+    return replace(judgement, pay_offs=measured_pay_off(judgement, target.device))
+
+
+def measured_pay_off(judgement: ContextJudgement, device: torch.device) -> list[PayOff]:
+    """What the draft is worth on this device, by the times that were measured; empty if none were."""
+    timings = [each.timing for each in judgement.contexts if each.timing]
+    if not timings:
+        return []
+    costs = MeasuredCosts(timings, judgement.window.window)
+    clock = "processor seconds" if device.type == "cpu" else "seconds"
+    source = f"measured here in {clock}"
+    return [PayOff(source, surface(costs, judgement.shares, (1,)))]
 
 
 def _load(

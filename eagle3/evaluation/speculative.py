@@ -28,11 +28,31 @@ CANDIDATES = 8  # how many of the best logits plain decoding keeps per position,
 Verdict = Literal["identical", "tie", "mismatch"]
 
 
+class Phases(NamedTuple):
+    """Seconds of decoding one conversation, prefill left out, as `Laps` measures them."""
+
+    extending: float = 0.0  # the draft reads what was verified
+    proposing: float = 0.0  # the draft's chains
+    verifying: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
 class SpeculativeOutput(NamedTuple):
     """Speculative output for one conversation."""
 
     tokens: list[int]  # the new tokens
     verifications: list[Verification]  # all of them; the last one may reach beyond `tokens`
+    seconds: Phases = Phases()
+
+
+class PlainTokens(NamedTuple):
+    """Output of plain decoding for one conversation."""
+
+    tokens: list[int]  # N new tokens
+    seconds: float  # of N - 1 steps, without the prefill, as `Laps` measures them
 
 
 class PlainOutput(NamedTuple):
@@ -42,6 +62,27 @@ class PlainOutput(NamedTuple):
     candidates: Tensor  # [N, C] int64: the best tokens of each position, best first
     logits: Tensor  # [N, C] fp32: their logits
     resolution: Tensor  # [N] fp32: logits closer than this are a tie (see `tie_resolution`)
+    seconds: float  # as in PlainTokens
+
+
+class Laps:
+    """Measures the time between calls: processor seconds on a CPU, which other jobs do not change, and seconds on a
+    GPU, whose work is waited for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.began = self._now()
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        before, self.began = self.began, self._now()
+        return self.began - before
+
+    def _now(self) -> float:
+        if self.device.type == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
 
 class TargetSession:
@@ -91,14 +132,16 @@ def speculative(
     """
     ends, session = end_tokens(target), TargetSession(target, can_forget=True)
     prompt = prompt.to(target.device)
-    verifications = []
+    verifications, laps = [], []
     with target.captured_layers() as captured:
         first = rule.draw(session.forward(prompt, rows=1)).tokens
         aux, next_tokens = _aux(captured, target), torch.cat((prompt[1:], first))
-        tokens = first.tolist()
+        tokens, clock = first.tolist(), Laps(target.device)
         while len(tokens) < new_tokens and tokens[-1] not in ends:
             drafter.extend(aux, next_tokens)
+            extended = clock.lap()
             proposal = drafter.propose(draft_tokens, rule)
+            proposed = clock.lap()
             logits = session.forward(torch.cat((next_tokens[-1:], proposal.tokens)), rows=draft_tokens + 1)
             drafts, accepted, added = rule.verify(proposal, logits)
             session.forget(draft_tokens - accepted)
@@ -106,39 +149,44 @@ def speculative(
             end = next((place for place, token in enumerate(added, 1) if token in ends), len(added))
             verifications.append(Verification(drafts, min(accepted, end), added[:end]))
             tokens += added[:end]
-    return SpeculativeOutput(tokens[:new_tokens], verifications)
+            laps.append((extended, proposed, clock.lap()))
+    return SpeculativeOutput(tokens[:new_tokens], verifications, Phases(*map(sum, zip(*laps, strict=True))))
 
 
 @torch.no_grad()
 def plain_greedy(target: TransformersTarget, prompt: Tensor, *, new_tokens: int) -> PlainOutput:
     """Decode up to `new_tokens` tokens after prompt [P], stopping after an EOS, one token per forward."""
-    tokens, candidates = [], []
-    for token, logits in _one_by_one(target, prompt, Greedy(), new_tokens):
+    tokens, candidates, seconds = [], [], []
+    for token, logits, took in _one_by_one(target, prompt, Greedy(), new_tokens):
         best = logits.float().topk(min(CANDIDATES, len(logits)))
         # A model that converts its logits to a wider dtype does not make them more exact.
         rounded = logits.to(target.head.embedding.dtype)
         candidates.append((best.indices, best.values, tie_resolution(rounded, len(target.layers))))
         tokens.append(token)
-    return PlainOutput(tokens, *(torch.stack(column).cpu() for column in zip(*candidates, strict=True)))
+        seconds.append(took)
+    kept = (torch.stack(column).cpu() for column in zip(*candidates, strict=True))
+    return PlainOutput(tokens, *kept, seconds=sum(seconds[1:]))
 
 
 @torch.no_grad()
-def plain_sampled(target: TransformersTarget, prompt: Tensor, rule: AcceptanceRule, *, new_tokens: int) -> list[int]:
-    """Like `plain_greedy`, but `rule` draws each token. Returns only the tokens."""
-    return [token for token, _ in _one_by_one(target, prompt, rule, new_tokens)]
+def plain_sampled(target: TransformersTarget, prompt: Tensor, rule: AcceptanceRule, *, new_tokens: int) -> PlainTokens:
+    """Like `plain_greedy`, but `rule` draws each token."""
+    steps = [(token, took) for token, _, took in _one_by_one(target, prompt, rule, new_tokens)]
+    return PlainTokens([token for token, _ in steps], sum(took for _, took in steps[1:]))
 
 
 def _one_by_one(
     target: TransformersTarget, prompt: Tensor, rule: AcceptanceRule, new_tokens: int
-) -> Iterator[tuple[int, Tensor]]:
-    """Each new token with the logits [V] that it was drawn from."""
+) -> Iterator[tuple[int, Tensor, float]]:
+    """Each new token with the logits [V] that it was drawn from, and the seconds that it took (see `Laps`)."""
     ends, session = end_tokens(target), TargetSession(target, can_forget=False)
     row = prompt.to(target.device)
     for _ in range(new_tokens):
+        clock = Laps(target.device)
         logits = session.forward(row, rows=1)
         row = rule.draw(logits).tokens
         (token,) = row.tolist()
-        yield token, logits[0]
+        yield token, logits[0], clock.lap()
         if token in ends:
             return
 
@@ -187,6 +235,8 @@ class DecodedConversation:
     # Seconds of decoding, prefill included:
     seconds_speculative: float
     seconds_plain: float
+    prompt: int = 0  # number of its tokens
+    plain_seconds: float = 0.0  # of plain decoding after the prefill, as `Laps` measures them
 
     @property
     def verifications(self) -> list[Verification]:
@@ -307,20 +357,18 @@ def decode_conversations(
     prompts: Sequence[Tensor],
     decoding: Decoding,
     *,
-    timed: bool = True,
     report: Say = lambda _: None,
     task: str = "speculative decoding",
 ) -> list[DecodedConversation]:
     """Decode every prompt (int64 [P]) speculatively and plainly.
 
-    timed: whether sampled runs also decode plainly, for the time alone (greedy runs always do)
     report: gets progress lines that begin with `task`
 
     Raises UserError for a prompt that is empty, or leaves no room for its answer in the target's context.
     """
     draft_tokens, new_tokens, sampling = decoding.draft_tokens, decoding.new_tokens, decoding.sampling
     _check(target, prompts, draft_tokens, new_tokens)
-    rule = sampling.rule(target.device)
+    rule, plain_rule = (sampling.rule(target.device) for _ in range(2))
     progress = Progress(report, task, len(prompts), "conversations")
     decoded: list[DecodedConversation] = []
     for number, prompt in enumerate(prompts, start=1):
@@ -329,13 +377,23 @@ def decode_conversations(
         output = speculative(target, drafter, prompt, rule, draft_tokens=draft_tokens, new_tokens=new_tokens)
         middle = time.perf_counter()
         progress.at(number - 1)  # shows that a long prompt is making progress
-        verdict, plain_tokens, begin = None, 0, time.perf_counter()
+        verdict, begin = None, time.perf_counter()
         if sampling.greedy:
             plain = plain_greedy(target, prompt, new_tokens=new_tokens)
-            verdict, plain_tokens = compare(output.tokens, plain), len(plain.tokens)
-        elif timed:
-            plain_tokens = len(plain_sampled(target, prompt, rule, new_tokens=new_tokens))
-        decoded.append(DecodedConversation(output, verdict, plain_tokens, middle - start, time.perf_counter() - begin))
+            verdict = compare(output.tokens, plain)
+        else:
+            plain = plain_sampled(target, prompt, plain_rule, new_tokens=new_tokens)
+        decoded.append(
+            DecodedConversation(
+                output,
+                verdict,
+                len(plain.tokens),
+                middle - start,
+                time.perf_counter() - begin,
+                len(prompt),
+                plain.seconds,
+            )
+        )
         if verdict == "mismatch":
             _, place = first_difference(output.tokens, plain.tokens)
             report(Warned(f"{task}: conversation {number} differs from plain decoding at new token {place}"))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from eagle3.console import Console, waiting
+from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
@@ -20,12 +21,17 @@ from eagle3.evaluation.sglang_judge import DraftTree, Logits, judge_by_sglang
 from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.supply import engine_options
 from eagle3.parallel.topology import Topology
+from eagle3.planning.gpus import DEFAULT_GPU, gpu_named
+from eagle3.planning.payoff import PayOff, surface
+from eagle3.planning.sheet import ServedTarget, SheetCosts
 from eagle3.recipe.schema import Recipe
+from eagle3.targets.facts import read_facts
 from eagle3.targets.sglang.draft_check import require_known
 from eagle3.targets.sglang.version import CONTEXT_RESERVE, require_captured
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import DraftVocabulary
 
+BATCHES = (1, 4, 16, 64)  # conversations at a time, for which an estimate is made
 CPU_KV_TOKENS = 4096  # for a server on a CPU, on top of its needs: SGLang insists on more than one request's tokens
 
 
@@ -86,11 +92,13 @@ def judge_contexts(
     *,
     contexts: Sequence[int] | None,
     per_context: int,
+    gpu: str = DEFAULT_GPU,
     prompts_file: Path | None = None,
     decoding: Decoding | None = None,
 ) -> ContextJudgement:
     """Like `judge`, but by context length, and without printing the result. Contexts come from sample_contexts or, with
-    a prompts_file, from prompt_contexts."""
+    a prompts_file, from prompt_contexts. gpu: a name in planning/gpus.py, for the estimate of what the draft is
+    worth."""
     decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
@@ -100,8 +108,22 @@ def judge_contexts(
     else:
         prompts = read_prompts(prompts_file, inputs.tokenizer, inputs.chat_template, longest, choices_of(inputs.recipe))
         buckets = prompt_contexts(prompts, contexts, per_context, longest)
-    target = target_of(inputs, read_exported(exported), topology, console)
-    return judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
+    draft = read_exported(exported)
+    target = target_of(inputs, draft, topology, console)
+    judgement = judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
+    estimated = estimated_pay_off(inputs, draft.config, judgement, gpu)
+    return replace(judgement, pay_offs=[*judgement.pay_offs, estimated])
+
+
+def estimated_pay_off(known: KnownTarget, draft: DraftConfig, judgement: ContextJudgement, gpu: str) -> PayOff:
+    """What the draft is worth when served on such GPUs, as few as hold the target's weights, by a data sheet. Raises
+    UserError for a GPU that is not known."""
+    sheet, model = gpu_named(gpu), known.recipe.model
+    facts = read_facts(known.target, model.revision, model.trust_remote_code)
+    gpus = facts.engine_gpus(sheet.memory * sheet.for_weights)
+    costs = SheetCosts(ServedTarget.of(facts), replace(draft, window=judgement.window.window), sheet, gpus)
+    source = f"estimated for {gpus} x {gpu} by data sheet"
+    return PayOff(source, surface(costs, judgement.shares, BATCHES))
 
 
 def target_and_texts(inputs: Inputs, prompts_file: Path | None) -> dict[str, str]:

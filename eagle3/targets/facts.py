@@ -23,6 +23,7 @@ class TargetFacts(NamedTuple):
     architecture: str  # the class that config.json names
     config: PretrainedConfig  # of the language part
     parameters: int  # of the language part
+    expert_parameters: int  # those of routed experts, of which a token reads only a few
     bytes: float  # size of its weights as stored
     quantised_head: bool  # whether the lm_head is quantised as well
     assumed: dict[str, int]  # sizes that config.json lacks, with the defaults that transformers assumes
@@ -31,6 +32,13 @@ class TargetFacts(NamedTuple):
     def context(self) -> int | None:
         """Longest context in tokens; None if the config does not say."""
         return getattr(self.config, "max_position_embeddings", None)
+
+    @property
+    def chosen_experts(self) -> float:
+        """The share of a layer's routed experts that a token reads; 1 if there are none."""
+        number = _first(self.config, "num_experts", "n_routed_experts", "num_local_experts")
+        chosen = _first(self.config, "num_experts_per_tok", "top_k_experts", "moe_topk")
+        return chosen / number if self.expert_parameters and number and chosen else 1.0
 
     def engine_gpus(self, usable: float) -> int:
         """Number of GPUs, a power of two, that hold the weights if each has `usable` bytes for them."""
@@ -66,10 +74,16 @@ def read_facts(name: str, revision: str | None = None, trust_remote_code: bool =
         architecture or type(model).__name__,
         config,
         model.num_parameters(),
+        sum(weight.numel() for part, weight in model.named_parameters() if "experts" in part.split(".")),
         model.num_parameters() * _bytes_a_weight(quantization),
         _quantises_head(quantization),
         {key: getattr(config, key) for key in NEEDED if hasattr(config, key) and not _gives(values, config, key)},
     )
+
+
+def _first(config: PretrainedConfig, *names: str) -> int | None:
+    """The first of these values that a config has."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def _parts(values: dict) -> list[dict]:

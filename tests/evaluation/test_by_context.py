@@ -185,7 +185,16 @@ def run(topology, tmp_path_factory):
 
 
 def test_by_context_writes_and_prints_every_bucket(run):
-    command = ["launchers/evaluate.py", "--recipe", str(run), "--by-context", "--contexts", "16,32,64,128"]
+    command = [
+        "launchers/evaluate.py",
+        "--recipe",
+        str(run),
+        "--by-context",
+        "--contexts",
+        "16,32,64,128",
+        "--gpu",
+        "h200",
+    ]
     output = finish(launch(sys.executable, *command, "--per-context", "3"))
     folder = run.parent / "run"
     result = json.loads((folder / "by_context.json").read_text())
@@ -197,12 +206,28 @@ def test_by_context_writes_and_prints_every_bucket(run):
     )
     assert ([each["context"] for each in result["contexts"]], result["left_out"]) == ([32, 64], [16, 128])
     assert "context 128: left out, no text is of that length" in output
-    rows = {line.split()[0]: line.split() for line in output.splitlines() if line.startswith("     ")}
+    tables, pays = output.split("speed-up with", 1)
+    rows = {line.split()[0]: line.split() for line in tables.splitlines() if line.startswith("     ")}
     for each in result["contexts"]:
         assert each["conversations"] == 3 and each["mismatches"] == 0 and each["compared"]
         assert each["interval"][0] <= each["acceptance_length"] <= each["interval"][1]
         assert len(each["position_acceptance"]) == len(each["position_intervals"]) == 4
         assert rows[str(each["context"])] == [str(each["context"]), *(f"{x:.2f}" for x in each["position_acceptance"])]
+    measured, estimated = result["pay_off"]
+    assert (measured["source"], estimated["source"]) == (
+        "measured here in processor seconds",
+        "estimated for 1 x h200 by data sheet",
+    )
+    assert [(cell["context"], cell["drafts"]) for cell in measured["cells"]] == [
+        (context, drafts) for context in (32, 64) for drafts in (1, 2, 3, 4)
+    ]
+    for each in result["contexts"]:  # four drafts of this context, measured there, within what a fit leaves
+        (cell,) = (cell for cell in measured["cells"] if (cell["context"], cell["drafts"]) == (each["context"], 4))
+        assert cell["length"] == pytest.approx(each["acceptance_length"])
+        took = each["timing"]
+        measured_there = (took["extending"] + took["proposing"] + took["verifying"]) / took["plain"]
+        assert cell["break_even"] == pytest.approx(measured_there, rel=0.5)
+    assert pays.count("drafting pays nowhere (batch 1)") == 2, "the draft has learnt nothing"
     # a second judge must recognise this as an evaluation
     require_result_place(folder / "by_context.json")
 
@@ -254,6 +279,7 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topo
         (["--temperature", "nan"], "--temperature nan: use 0 for greedy"),
         (["--temperature", "inf"], "--temperature inf: use 0 for greedy"),
         (["--seed", "-1"], "--seed -1: use a number from 0"),
+        (["--by-context", "--gpu", "l4"], "--gpu l4: no data sheet of it is known here; use one of a100"),
         (["--temperature", "1", "--engine", "sglang"], "--temperature 1: SGLang is judged greedily"),
         (["--by-context", "--engine", "sglang"], "--by-context: SGLang is judged greedily"),
     ],

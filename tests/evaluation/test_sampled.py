@@ -59,7 +59,7 @@ class Pair(NamedTuple):
 
     def sample(self, rule: AcceptanceRule, runs: int) -> Tensor:
         return torch.tensor(
-            [number(plain_sampled(self.target, PROMPT, rule, new_tokens=NEW_TOKENS)) for _ in range(runs)]
+            [number(plain_sampled(self.target, PROMPT, rule, new_tokens=NEW_TOKENS).tokens) for _ in range(runs)]
         )
 
     @torch.no_grad()

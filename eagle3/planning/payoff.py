@@ -1,0 +1,152 @@
+"""Whether a draft pays: from its acceptance and from what forwards cost, the speed-up by context, batch and number of
+draft tokens.
+
+With K draft tokens, a verification and the K forwards of the draft before it give L tokens; without a draft, each token
+takes one forward of the target. So the speed-up is L / B, where B = (drafting + verifying) / plain is the break-even
+acceptance length: the L below which drafting loses.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from eagle3.console import aligned
+
+
+class Costs(Protocol):
+    """Seconds that a batch of conversations takes, all after the same number of tokens (`context`)."""
+
+    def plain(self, batch: int, context: int) -> float:
+        """One forward of the target over one token of each conversation."""
+
+    def verifying(self, batch: int, context: int, drafts: int) -> float:
+        """One forward of the target over `drafts` tokens of each conversation and the one before them."""
+
+    def drafting(self, batch: int, context: int, drafts: int) -> float:
+        """A chain of `drafts` tokens of each conversation."""
+
+
+class Cell(NamedTuple):
+    """What a number of draft tokens is worth at one context and batch."""
+
+    context: int
+    batch: int
+    drafts: int  # K
+    length: float  # acceptance length L: accepted drafts and the target's own token, per verification
+    break_even: float  # B
+
+    @property
+    def speed_up(self) -> float:
+        """Tokens per second with the draft, relative to without it."""
+        return self.length / self.break_even
+
+
+def acceptance_length(shares: Sequence[float], drafts: int) -> float:
+    """Tokens per verification of a chain of `drafts` tokens. shares: for each i, the share of verifications that accept
+    all of the drafts 0..i; at least `drafts` of them."""
+    assert 1 <= drafts <= len(shares)
+    return 1 + sum(shares[:drafts])
+
+
+def surface(costs: Costs, shares: Mapping[int, Sequence[float]], batches: Sequence[int]) -> list[Cell]:
+    """A cell for each context, batch and number of draft tokens, in this order. shares: by context, as for
+    `acceptance_length`; they set the numbers of draft tokens."""
+    return [
+        Cell(
+            context,
+            batch,
+            drafts,
+            acceptance_length(shares[context], drafts),
+            (costs.drafting(batch, context, drafts) + costs.verifying(batch, context, drafts))
+            / costs.plain(batch, context),
+        )
+        for context in sorted(shares)
+        for batch in batches
+        for drafts in range(1, len(shares[context]) + 1)
+    ]
+
+
+def best_cells(cells: Sequence[Cell]) -> list[Cell]:
+    """For each context and batch, ascending, the cell with the highest speed-up, which may be below 1."""
+    best: dict[tuple[int, int], Cell] = {}
+    for cell in cells:
+        place = (cell.context, cell.batch)
+        best[place] = max(best.get(place, cell), cell, key=lambda each: each.speed_up)
+    return [best[place] for place in sorted(best)]
+
+
+class Paying(NamedTuple):
+    """Where drafting pays at one batch, with the best number of draft tokens at each context."""
+
+    batch: int
+    pays: bool  # whether it pays at any context
+    until: float | None  # the context in tokens from which it does not; None if there is no such context
+
+    def __str__(self) -> str:
+        if not self.pays:
+            return "nowhere"
+        return "everywhere" if self.until is None else f"up to about {self.until:,.0f} tokens"
+
+
+def where_it_pays(cells: Sequence[Cell]) -> list[Paying]:
+    """For each batch, the context from which on drafting does not pay. Between two contexts, the best speed-up is taken
+    to be linear in the logarithm of the context."""
+    batches = sorted({cell.batch for cell in cells})
+    return [_where(batch, [cell for cell in cells if cell.batch == batch]) for batch in batches]
+
+
+def _where(batch: int, cells: Sequence[Cell]) -> Paying:
+    best = best_cells(cells)
+    paying = [place for place, cell in enumerate(best) if cell.speed_up > 1]
+    if not paying:
+        return Paying(batch, pays=False, until=None)
+    if paying[-1] == len(best) - 1:
+        return Paying(batch, pays=True, until=None)
+    last, after = best[paying[-1] : paying[-1] + 2]
+    part = (last.speed_up - 1) / (last.speed_up - after.speed_up)
+    return Paying(batch, pays=True, until=last.context * (after.context / last.context) ** part)
+
+
+@dataclass(frozen=True)
+class PayOff:
+    """What a draft is worth by context, batch and number of draft tokens."""
+
+    source: str  # where the costs come from, in words
+    cells: list[Cell]
+
+    @property
+    def longest_chain(self) -> int:
+        return max(cell.drafts for cell in self.cells)
+
+    def as_dict(self) -> dict[str, Any]:
+        def told(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+            return [cell._asdict() | {"speed_up": cell.speed_up} for cell in cells]
+
+        return {
+            "source": self.source,
+            "cells": told(self.cells),
+            "best": told(best_cells(self.cells)),
+            "paying": [each._asdict() for each in where_it_pays(self.cells)],
+        }
+
+    def lines(self) -> list[str]:
+        """Tables of the best speed-up with its number of draft tokens, and of the break-even acceptance length of the
+        longest chain; and where drafting pays."""
+        chain = self.longest_chain
+        longest = [cell for cell in self.cells if cell.drafts == chain]
+        paying = ", ".join(f"{each} (batch {each.batch})" for each in where_it_pays(self.cells))
+        return [
+            f"speed-up with the best number of draft tokens (in brackets), {self.source}",
+            *by_context_and_batch(best_cells(self.cells), lambda cell: f"{cell.speed_up:.2f} ({cell.drafts})"),
+            f"acceptance length from which {chain} draft tokens pay",
+            *by_context_and_batch(longest, lambda cell: f"{cell.break_even:.2f}"),
+            f"drafting pays {paying}",
+        ]
+
+
+def by_context_and_batch(cells: Sequence[Cell], tell: Callable[[Cell], str]) -> list[str]:
+    """A table with a row for each context and a column for each batch."""
+    told = {(cell.context, cell.batch): tell(cell) for cell in cells}
+    contexts, batches = (sorted(set(column)) for column in zip(*told, strict=True))
+    head = ["context", *(f"batch {batch}" for batch in batches)]
+    return aligned([head, *([f"{context:,}", *(told[context, batch] for batch in batches)] for context in contexts)])

@@ -1,0 +1,142 @@
+"""Whether a draft pays: speed-ups by hand, costs fitted to measured times, and costs by data sheet."""
+
+import numpy as np
+import pytest
+from places import FAMILIES
+
+from eagle3.draft.config import DraftConfig
+from eagle3.errors import UserError
+from eagle3.planning.costs import Forward, ForwardCost, MeasuredCosts, Timing, fit_cost, non_negative
+from eagle3.planning.gpus import GPUS, gpu_named
+from eagle3.planning.payoff import PayOff, acceptance_length, best_cells, surface, where_it_pays
+from eagle3.planning.sheet import ITEMSIZE, ServedTarget, SheetCosts
+from eagle3.targets.facts import read_facts
+
+SHARES = {1000: [0.8, 0.5, 0.1], 4000: [0.6, 0.3, 0.1]}
+
+
+class ByHand:
+    """A plain forward takes 10 s, a verification 1 s more for each draft, and a draft 1 s for each 1,000 tokens."""
+
+    def plain(self, batch: int, context: int) -> float:
+        return 10.0
+
+    def verifying(self, batch: int, context: int, drafts: int) -> float:
+        return 10.0 + drafts
+
+    def drafting(self, batch: int, context: int, drafts: int) -> float:
+        return drafts * batch * context / 1000
+
+
+def test_a_cell_is_its_tokens_over_what_they_cost_relative_to_plain_decoding():
+    assert acceptance_length([0.8, 0.5, 0.1], 2) == 1 + 0.8 + 0.5
+    cells = surface(ByHand(), SHARES, (1, 4))
+    assert [cell[:3] for cell in cells[:4]] == [(1000, 1, 1), (1000, 1, 2), (1000, 1, 3), (1000, 4, 1)]
+    assert [cell.break_even for cell in cells[:4]] == pytest.approx([1.2, 1.4, 1.6, 1.5])
+    assert [cell.speed_up for cell in cells[:4]] == pytest.approx([1.8 / 1.2, 2.3 / 1.4, 2.4 / 1.6, 1.8 / 1.5])
+
+
+def test_the_best_number_of_draft_tokens_and_where_drafting_pays():
+    cells = surface(ByHand(), SHARES, (1, 2, 16))
+    best = {cell[:2]: (cell.drafts, cell.speed_up) for cell in best_cells(cells)}
+    assert best[1000, 1] == (2, pytest.approx(2.3 / 1.4)) and best[4000, 1] == (1, pytest.approx(1.6 / 1.5))
+    always, until, never = where_it_pays(cells)
+    assert (always.pays, always.until) == (True, None) and (never.pays, never.until) == (False, None)
+    # Two conversations gain 1.5 - 2.3/1.6 at 1,000 tokens, and lose 1 - 1.6/1.9 at 4,000, two doublings later.
+    high, low = max(1.8 / 1.3, 2.3 / 1.6), 1.6 / 1.9
+    assert until.until == pytest.approx(1000 * 2 ** (2 * (high - 1) / (high - low)))
+    lines = PayOff("by hand", cells).lines()
+    until_about = f"up to about {until.until:,.0f} tokens (batch 2)"
+    assert lines[-1] == f"drafting pays everywhere (batch 1), {until_about}, nowhere (batch 16)"
+    assert lines[3].split()[:3] == ["4,000", "1.07", "(1)"]
+
+
+def test_fitted_costs_are_those_that_the_times_were_made_with():
+    truth = ForwardCost(fixed=2e-3, experts=4e-4, token=1e-4, key=3e-7, pair=2e-8)
+    forwards = [Forward(b, n, c) for b in (1, 2, 8) for n in (1, 2, 5) for c in (100, 1000, 9000)]
+    fitted = fit_cost(forwards, [truth.seconds(each) for each in forwards])
+    assert fitted == pytest.approx(truth, rel=1e-6)
+    assert truth.seconds(Forward(2, 5, 1000)) == pytest.approx(2e-3 + 4e-4 * np.log2(11) + 1e-3 + 6e-4 + 2e-4)
+
+
+def test_a_fit_is_the_best_of_all_without_negative_parts():
+    generator = np.random.default_rng(0)
+    table, values = generator.normal(size=(12, 3)), generator.normal(size=12)
+    best = non_negative(table, values)
+    grid = np.stack(np.meshgrid(*[np.linspace(0, 1, 41)] * 3), -1).reshape(-1, 3)
+    losses = ((grid @ table.T - values) ** 2).sum(-1)
+    assert (best >= 0).all() and ((table @ best - values) ** 2).sum() <= losses.min() + 1e-12
+
+
+@pytest.mark.parametrize("window", [None, 500])
+def test_measured_costs_predict_other_contexts_and_chains(window):
+    def timing(context: int, drafts: int) -> Timing:
+        seen = context if window is None else min(context, window)
+        return Timing(
+            context,
+            drafts,
+            extending=1e-3,
+            proposing=drafts * (2e-3 + 1e-6 * seen),
+            verifying=5e-3 + 1e-3 * (drafts + 1) + 3e-6 * context,
+            plain=5e-3 + 1e-3 + 3e-6 * context,
+        )
+
+    costs = MeasuredCosts([timing(context, 4) for context in (300, 1000, 4000)], window)
+    for context, drafts in ((600, 1), (2000, 2), (8000, 3)):
+        expected = timing(context, drafts)
+        assert costs.plain(1, context) == pytest.approx(expected.plain)
+        assert costs.verifying(1, context, drafts) == pytest.approx(expected.verifying)
+        assert costs.drafting(1, context, drafts) == pytest.approx(expected.extending + expected.proposing)
+
+
+@pytest.mark.parametrize(
+    ("family", "active", "key_bytes"),
+    [
+        # Weights a token goes through in billions, as the models' own cards and papers say, and bytes of keys a token:
+        ("llama-3.1-8b", 8.0, 32 * 2 * 8 * 128 * 2),
+        ("deepseek-v3", 37.0, 61 * (512 + 64) * 2),
+        ("qwen3-30b-a3b", 3.3, 48 * 2 * 4 * 128 * 2),
+        ("kimi-k2", 32.0, 61 * (512 + 64) * 2),
+        ("gpt-oss-120b", 5.1, 36 * 2 * 8 * 64 * 2),
+    ],
+)
+def test_a_targets_active_weights_and_keys_are_those_of_its_config(family, active, key_bytes):
+    facts = read_facts(str(FAMILIES / family))
+    target = ServedTarget.of(facts)
+    # Some count the embedding, some do not: 0.6B each for gpt-oss and Kimi.
+    assert target.token_flops / 2e9 == pytest.approx(active, rel=0.12)
+    assert sum(kind.layers * kind.bytes for kind in target.keys) == key_bytes
+    assert target.weight_bytes(1) <= target.weight_bytes(64) <= facts.bytes * (1 + 1e-12)
+
+
+def test_costs_by_data_sheet_are_reading_or_computing_whichever_takes_longer():
+    facts = read_facts(str(FAMILIES / "llama-3.1-8b"))
+    target, gpu = ServedTarget.of(facts), GPUS["h100"]
+    shape = {"hidden_size": 4096, "target_hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    draft = DraftConfig(
+        **shape,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        draft_vocab_size=32000,
+        max_position_embeddings=131072,
+        window=512,
+    )
+    costs = SheetCosts(target, draft, gpu, gpus=1)
+    bandwidth, context = gpu.bandwidth * gpu.reached_bandwidth, 8192
+    reading = facts.bytes + 4 * context * 131072
+    assert costs.plain(4, context) == pytest.approx(32 * gpu.layer_seconds + reading / bandwidth)
+    many = 64 * 5 * (target.token_flops + context * 32 * 4 * 32 * 128) / (gpu.flops * gpu.reached_flops)
+    assert costs.verifying(64, 8192, 4) == pytest.approx(
+        32 * gpu.layer_seconds + max(many, (facts.bytes + 64 * context * 131072) / bandwidth)
+    )
+    keys = 512 * 2 * 8 * 128 * ITEMSIZE
+    step = 2 * 4096 * 48 * 128 + 2 * 4096 + 4096 * 4096 + 3 * 4096 * 14336 + 4096 + 4096 * 32000 + 4096
+    entry = 3 * 4096 * 4096
+    assert costs.drafting(1, context, 3) == pytest.approx(
+        gpu.layer_seconds
+        + ITEMSIZE * entry / bandwidth
+        + 3 * (gpu.layer_seconds + (ITEMSIZE * step + keys) / bandwidth)
+    )
+    with pytest.raises(UserError, match="--gpu l4: no data sheet of it is known here; use one of a100, h100"):
+        gpu_named("l4")
