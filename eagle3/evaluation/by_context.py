@@ -99,7 +99,7 @@ class ContextJudgement:
                 f"{each.verifications}",
                 f"{each.acceptance_length:.2f}",
                 " to ".join(f"{end:.2f}" for end in each.interval or ()) or "-",
-                _output(each),
+                output_in_a_word(each),
             ]
             for each in self.contexts
         ]
@@ -111,9 +111,9 @@ class ContextJudgement:
         return [
             f"acceptance length by context ({rule}, {self.decoding.new_tokens} new tokens)",
             *self.window.lines(),
-            *_aligned([["context", "conv.", "verified", "length", "95% interval", "output"], *lengths]),
+            *aligned([["context", "conv.", "verified", "length", "95% interval", "output"], *lengths]),
             "accepted by draft position",
-            *_aligned([["context", *(f"{place + 1}" for place in range(self.decoding.draft_tokens))], *shares]),
+            *aligned([["context", *(f"{place + 1}" for place in range(self.decoding.draft_tokens))], *shares]),
         ]
 
 
@@ -177,14 +177,16 @@ def _student_quantile(freedom: int) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-def _output(acceptance: ContextAcceptance) -> str:
-    if not acceptance.compared:
+def output_in_a_word(figures: ContextAcceptance | SpeculativeResult) -> str:
+    """How the output compares with plain decoding, for a table's cell."""
+    if not figures.compared:
         return "sampled"
-    if acceptance.mismatches:
-        return f"{acceptance.mismatches} DIFFER"
-    return f"{acceptance.ties} tied" if acceptance.ties else "equal"
+    if figures.mismatches:
+        return f"{figures.mismatches} DIFFER"
+    return f"{figures.ties} tied" if figures.ties else "equal"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A line for each row, with every column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
