@@ -1,5 +1,6 @@
 """The prompts that a draft is judged on, trees of drafts, and what evaluate.py refuses before anything is loaded."""
 
+import gzip
 import json
 import re
 import runpy
@@ -8,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
-from places import LAUNCHERS
+from places import LAUNCHERS, ROOT
 from tiny_run import write_recipe
 from transformers import AutoConfig, AutoTokenizer
 
@@ -24,7 +25,9 @@ from eagle3.evaluation.sglang_judge import DraftTree, ServedConversation, TimedA
 from eagle3.evaluation.speculative import SpeculativeResult
 from eagle3.preflight.inputs import prompt_files
 from eagle3.recipe.loading import dump_recipe, load_recipe
+from eagle3.regeneration.turns import Generation, plan_of
 from eagle3.targets.sglang.version import GreedyAnswer
+from eagle3.text.conversations import read_conversations
 
 TURNS = [
     {"role": "user", "content": "Who sat on the mat?"},
@@ -70,6 +73,45 @@ def test_a_text_is_continued_and_a_line_is_a_question(tmp_path, tokenizer):
 def test_a_template_given_replaces_the_tokenizers(tmp_path, tokenizer):
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert read(tmp_path, tokenizer, "a.txt", "And why?", template=template) == [ids(tokenizer, "And why?")]
+
+
+def test_what_the_documentation_converts_are_prompts_of_the_published_questions(tmp_path, tokenizer, monkeypatch):
+    """Of each published format, lines as it has them. A document of 24 words loses its middle."""
+    monkeypatch.chdir(tmp_path)
+    words = " ".join(f"{letter}{letter}" for letter in "abcdefghijklmnopqrstuvwx")
+    published = {
+        "question.jsonl": {"question_id": 81, "category": "writing", "turns": ["Who sat?", "And\u2028why?"]},
+        "test.jsonl": {"question": "Two and two?", "answer": "4\n#### 4"},
+        "HumanEval.jsonl": {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": ""},
+        "gov_report.jsonl": {"input": "", "context": words, "answers": [""], "length": 24, "dataset": "gov_report"},
+        "longbook_qa_eng.jsonl": {"id": 0, "context": "It fell.", "input": "What?", "answer": ["Rain"], "options": []},
+    }
+    for name, row in published.items():
+        Path(name).write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    Path("HumanEval.jsonl.gz").write_bytes(gzip.compress(Path("HumanEval.jsonl").read_bytes()))
+    Path("test.jsonl").write_text(Path("test.jsonl").read_text() * 33)
+    Path("dataset2prompt.json").write_text(json.dumps({"gov_report": "Report: {context} Summary:"}))
+    document = (ROOT / "docs" / "evaluating.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", document, re.DOTALL | re.MULTILINE))
+    for name, value in (("Qwen/Qwen3-8B", tokenizer.name_or_path), ("30_000", "20")):
+        assert code.count(name) == 1
+        code = code.replace(name, value)
+    exec(code, {})
+
+    def asked(name: str) -> list[str]:
+        """What the user says last in each prompt."""
+        prompts = (tokenizer.decode(prompt) for prompt in read_prompts(Path(name), tokenizer, None, 500))
+        return [prompt.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0] for prompt in prompts]
+
+    assert asked("mt-bench.jsonl") == ["Who sat?"] and asked("gsm8k.jsonl") == ["Two and two?"] * 3
+    assert asked("humaneval.jsonl") == ["def f():\n"]
+    (report,) = asked("gov-report.jsonl")
+    ids = tokenizer(f"Report: {words} Summary:", add_special_tokens=False)["input_ids"]
+    assert len(ids) > 20 and report == tokenizer.decode(ids[:10]) + tokenizer.decode(ids[-10:])
+    assert asked("longbook-qa.jsonl") == ["It fell.\n\nWhat?"]
+    assert asked("both-turns.jsonl") == ["And\u2028why?"]
+    (conversation,) = read_conversations(["both-turns.jsonl"])
+    assert plan_of(conversation, Generation("m", "all", "keep", "drop", 100)).asked == {1, 3}, "both answers"
 
 
 @pytest.mark.parametrize(
