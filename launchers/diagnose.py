@@ -29,7 +29,7 @@ def main() -> int:
     console = Console(is_first_rank(), options.quiet)
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         from eagle3.jobs.diagnose import Prompts, both_forms, diagnose_draft
-        from eagle3.jobs.evaluate import prompts_to_judge
+        from eagle3.jobs.evaluate import held_out_prompts
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
@@ -41,7 +41,7 @@ def main() -> int:
         prompts = both_forms(known, options.prompts)
     else:
         inputs = gather_inputs(known, console, judging=True)
-        prompts = Prompts(prompts_to_judge(inputs, None, recipe.evaluation.draft_tokens))
+        prompts = Prompts(held_out_prompts(inputs, recipe.evaluation.draft_tokens))
     diagnosed = diagnose_draft(known, draft, prompts, topology, console)
     for line in diagnosed.lines():
         console.result(line)
@@ -57,7 +57,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft", help="folder or hub id of the draft (default: output.dir/export)")
     parser.add_argument("--target", help="folder or hub id of its target (default: the recipe's model.target)")
     parser.add_argument(
-        "--prompts", type=Path, help="as for evaluate.py (default: the recipe's held-out conversations)"
+        "--prompts", type=Path, help="a file as for evaluate.py (default: the recipe's held-out conversations)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("diagnosis.json"), help="file for the result as JSON (default: %(default)s)"

@@ -19,7 +19,7 @@ from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.errors import UserError, run_command
 from eagle3.planning.gpus import DEFAULT_GPU, GPUS, gpu_named
-from eagle3.preflight.inputs import require_export, require_inputs, require_prompts_file, require_weights
+from eagle3.preflight.inputs import prompt_files, require_export, require_inputs, require_weights
 from eagle3.preflight.result_file import require_result_place, write_result
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import MOST_KEYS, Recipe
@@ -53,7 +53,8 @@ def main() -> int:
 
     topology = start_distributed()
     inputs = gather_inputs(find_target(recipe, topology.device, console, make=False), console, judging=True)
-    decoding = decoding_of(recipe, Sampling(options.temperature, seed_of(options, recipe)), options.window)
+    files, seed = prompt_files(options.prompts), seed_of(options, recipe)
+    decoding = decoding_of(recipe, Sampling(options.temperature, seed), options.window)
     if options.by_context:
         by_context = judge_contexts(
             inputs,
@@ -63,19 +64,23 @@ def main() -> int:
             contexts=contexts_of(options),
             per_context=options.per_context or PER_CONTEXT,
             gpu=options.gpu,
-            prompts_file=options.prompts,
+            files=files,
             decoding=decoding,
         )
         if topology.is_first:
             for line in by_context.lines():
                 tell(line)
-        result = by_context.as_dict() | {"draft": str(draft)} | target_and_texts(inputs, options.prompts)
+        result = by_context.as_dict() | {"draft": str(draft)} | target_and_texts(inputs, files)
         lossless = by_context.lossless
     else:
         if options.engine == "sglang":
-            judgement = judge_served(inputs, draft, tree_of(options, recipe), console, options.prompts, options.window)
+            tree = tree_of(options, recipe)
+            judgement = judge_served(inputs, draft, tree, console, files, options.window, seed)
         else:
-            judgement = judge(inputs, None, draft, topology, console, options.prompts, decoding)
+            judgement = judge(inputs, None, draft, topology, console, files, decoding)
+        if topology.is_first:
+            for line in judgement.table():
+                tell(line)
         lossless, result = judgement.trained.lossless, judgement.as_dict()
     # A run may have exported a new draft meanwhile, and the result beside it would be taken for the new draft's.
     if stamp(draft) != draft_stamp:
@@ -95,9 +100,11 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--prompts",
-        type=Path,
-        help="JSON, JSONL or parquet file of conversations, or .txt with one question per line "
-        "(default: held-out conversations)",
+        metavar="[NAME=]FILE",
+        action="append",
+        default=[],
+        help="JSON, JSONL or parquet file of conversations, or .txt with one question per line (default: held-out "
+        "conversations); give it several times to judge on several prompt sets, each of which gets its own figures",
     )
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="of sampling, by lossless rejection; 0 (default) is greedy"
@@ -194,13 +201,12 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
         raise UserError(f"--engine {options.engine}: no such engine; use transformers or sglang")
     check_sampling(options, recipe)
     check_contexts(options)
-    if options.prompts is None and not options.by_context and not recipe.evaluation.conversations:
+    if not options.prompts and not options.by_context and not recipe.evaluation.conversations:
         raise UserError(
             "recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, for example, name "
             "--prompts, or judge --by-context"
         )
-    if options.prompts is not None:
-        require_prompts_file(options.prompts)
+    prompt_files(options.prompts)
     check_window(options.window, recipe, require_export(draft), draft)
     if options.engine == "transformers" and (options.topk, options.tree_tokens) != (1, None):
         raise UserError(

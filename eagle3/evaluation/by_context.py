@@ -123,7 +123,7 @@ class ContextJudgement:
                 f"{each.verifications}",
                 f"{each.acceptance_length:.2f}",
                 " to ".join(f"{end:.2f}" for end in each.interval or ()) or "-",
-                _output(each),
+                output_in_a_word(each),
             ]
             for each in self.contexts
         ]
@@ -202,9 +202,10 @@ def _student_quantile(freedom: int) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-def _output(acceptance: ContextAcceptance) -> str:
-    if not acceptance.compared:
+def output_in_a_word(figures: ContextAcceptance | SpeculativeResult) -> str:
+    """How the output compares with plain decoding, for a table's cell."""
+    if not figures.compared:
         return "sampled"
-    if acceptance.mismatches:
-        return f"{acceptance.mismatches} DIFFER"
-    return f"{acceptance.ties} tied" if acceptance.ties else "equal"
+    if figures.mismatches:
+        return f"{figures.mismatches} DIFFER"
+    return f"{figures.ties} tied" if figures.ties else "equal"

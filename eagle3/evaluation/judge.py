@@ -1,10 +1,11 @@
 """Judge an exported draft with transformers: on prompts, compared with an untrained draft, or by context length."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -16,6 +17,7 @@ from eagle3.draft.config import read_draft_config
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
+from eagle3.evaluation.by_set import over_sets, set_lines, set_records
 from eagle3.evaluation.drafter import FULL, LoadedDraft, Window, load_draft, untrained_draft
 from eagle3.evaluation.prompts import ContextPrompts
 from eagle3.evaluation.speculative import DecodedConversation, SpeculativeResult, chain_drafter, decode_conversations
@@ -48,6 +50,8 @@ class Judgement:
     window: Window = FULL  # the draft's
     # Whether decoding with and without the draft took turns, so that their speeds can be compared on a busy machine.
     same_load: bool = True
+    # The exported draft on each prompt set, by the set's name; empty for held-out conversations.
+    sets: Mapping[str, SpeculativeResult] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         return self.trained.as_dict() | {
@@ -57,21 +61,16 @@ class Judgement:
             "tree_tokens": self.tree_tokens,
             **asdict(self.sampling),
             **self.window._asdict(),
-            "speed": self.speed._asdict(),
+            "speed": self.trained.speed._asdict(),
             "same_load": self.same_load,
             "untrained": self.untrained and self.untrained.as_dict(),
             "examples": list(self.examples),
+            "sets": set_records(self.sets, self.sampling.seed),
         }
-
-    @property
-    def speed(self) -> "Speed":
-        trained = self.trained
-        plain_tokens = trained.new_tokens if trained.plain_tokens is None else trained.plain_tokens
-        return Speed(trained.new_tokens / trained.seconds_speculative, plain_tokens / trained.seconds_plain)
 
     def lines(self) -> list[str]:
         """The result in words, line by line."""
-        trained, speed, mean = self.trained, self.speed, self.trained.mean_acceptance_length
+        trained, speed, mean = self.trained, self.trained.speed, self.trained.mean_acceptance_length
         positions = " ".join(f"{share:.2f}" for share in trained.position_acceptance)
         return [
             f"acceptance length {trained.acceptance_length:.2f} (tokens per verification: accepted drafts and the "
@@ -86,6 +85,10 @@ class Judgement:
             f"(by {self.engine} {self.version}, one conversation at a time"
             f"{'' if self.same_load else '; not measured under the same load'})",
         ]
+
+    def table(self) -> list[str]:
+        """The figures of each prompt set, line by line; empty if there are no two sets."""
+        return set_lines(self.sets, self.sampling.seed) if len(self.sets) > 1 else []
 
     def _counts(self) -> str:
         """A line that shows how the verifications' tokens add up to the output."""
@@ -111,17 +114,6 @@ class Judgement:
         )
 
 
-class Speed(NamedTuple):
-    """Output tokens per second of decoding, prefill included, with the draft and without."""
-
-    speculative: float
-    plain: float
-
-    @property
-    def gain(self) -> float:
-        return self.speculative / self.plain
-
-
 def judge_export(
     exported: Path,
     target: TransformersTarget,
@@ -132,17 +124,20 @@ def judge_export(
     *,
     seed: int,
     report: Say,
+    sets: Mapping[str, int] | None = None,
 ) -> Judgement:
     """Judge the draft in folder `exported`, loaded afresh, by decoding prompts (int64 [P]) with transformers.
 
     tokenizer: for the text of the examples
     seed: for the weights of the untrained draft
+    sets: number of prompts of each prompt set, by name, in the prompts' order
 
     Raises UserError if the draft does not belong to the target, or a prompt does not fit the target's context.
     """
     (draft, d2t, _), window = _load(exported, target, groups, decoding.window)
     decoded = decode_conversations(target, chain_drafter(target, draft, d2t), prompts, decoding, report=report)
-    trained = SpeculativeResult.over(decoded, decoding.draft_tokens)
+    over = partial(SpeculativeResult.over, draft_tokens=decoding.draft_tokens)
+    trained = over(decoded)
     weights = target.weights()
     fresh = untrained_draft(
         draft.draft_config,
@@ -159,9 +154,7 @@ def judge_export(
     return Judgement(
         trained,
         # None if the target ends all of these few conversations with their first token.
-        SpeculativeResult.over(untrained, decoding.draft_tokens)
-        if any(one.verifications for one in untrained)
-        else None,
+        over(untrained) if any(one.verifications for one in untrained) else None,
         "transformers",
         version("transformers"),
         topk=1,
@@ -169,6 +162,7 @@ def judge_export(
         sampling=decoding.sampling,
         examples=example_texts(decoded, prompts, tokenizer),
         window=window,
+        sets=over_sets(sets or {}, decoded, over, report),
     )
 
 

@@ -20,9 +20,10 @@ fit, and decode each conversation one after the other, so that a load that comes
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from eagle3.console import Progress, Warned
 from eagle3.errors import UserError
+from eagle3.evaluation.by_set import over_sets
 from eagle3.evaluation.speculative import SpeculativeResult, Verdict, first_difference, tie_resolution
 from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
@@ -88,6 +90,14 @@ class TimedAnswer(NamedTuple):
     seconds: float
 
 
+class ServedConversation(NamedTuple):
+    """One conversation, decoded by the server with the draft and by the one without."""
+
+    speculative: TimedAnswer
+    plain: TimedAnswer
+    verdict: Verdict
+
+
 class Logits(NamedTuple):
     """Properties of a target's logits that matter to the judge."""
 
@@ -99,6 +109,7 @@ class Logits(NamedTuple):
 
 class ServedResult(NamedTuple):
     figures: SpeculativeResult
+    sets: dict[str, SpeculativeResult]  # the figures of each prompt set, by name
     same_load: bool  # whether both servers ran at once, so that their speeds can be compared on a busy machine, too
 
 
@@ -112,11 +123,13 @@ def judge_by_sglang(
     logits: Logits,
     window: int | None,
     report: Callable[[str], None],
+    sets: Mapping[str, int] | None = None,
 ) -> ServedResult:
     """Decode all prompts (int64 [P]) with a server that has the draft in folder `exported` and with one without: with
     both in turn or, if they do not fit side by side, with one after the other.
 
     window: keys that a query of the draft sees; None for all
+    sets: number of prompts of each prompt set, by name, in the prompts' order
 
     Raises UserError if a server does not start or answer.
     """
@@ -134,22 +147,17 @@ def judge_by_sglang(
                 (speculative,) = decode_in_turn([server], prompts, new_tokens, report)
             plain_server = stack.enter_context(_start("without", options, plain_flags, report))
             (plain,) = decode_in_turn([plain_server], prompts, new_tokens, report)
-        figures = count_drafted(speculative, tree.steps)
-        verdicts = [
-            compare_by_server(plain_server, prompt, one.answer.tokens, other.answer.tokens, logits)
+        served = [
+            ServedConversation(
+                one, other, compare_by_server(plain_server, prompt, one.answer.tokens, other.answer.tokens, logits)
+            )
             for prompt, one, other in zip(prompts, speculative, plain, strict=True)
         ]
-    for number, verdict in enumerate(verdicts, start=1):
-        if verdict == "mismatch":
+    for number, each in enumerate(served, start=1):
+        if each.verdict == "mismatch":
             report(Warned(f"SGLang: conversation {number} differs from plain decoding"))
-    figures = replace(
-        figures,
-        identical=verdicts.count("identical"),
-        ties=verdicts.count("tie"),
-        mismatches=verdicts.count("mismatch"),
-        seconds_plain=sum(each.seconds for each in plain),
-    )
-    return ServedResult(figures, same_load=bool(servers))
+    over = partial(count_served, steps=tree.steps)
+    return ServedResult(over(served), over_sets(sets or {}, served, over, report), same_load=bool(servers))
 
 
 @contextmanager
@@ -221,6 +229,18 @@ def decode_in_turn(
                 )
         progress.at(number)
     return answers
+
+
+def count_served(served: Sequence[ServedConversation], steps: int) -> SpeculativeResult:
+    """Compute all figures. Raises UserError if nothing was verified."""
+    verdicts = [each.verdict for each in served]
+    return replace(
+        count_drafted([each.speculative for each in served], steps),
+        identical=verdicts.count("identical"),
+        ties=verdicts.count("tie"),
+        mismatches=verdicts.count("mismatch"),
+        seconds_plain=sum(each.plain.seconds for each in served),
+    )
 
 
 def count_drafted(answers: Sequence[TimedAnswer], steps: int) -> SpeculativeResult:

@@ -40,6 +40,17 @@ class Phases(NamedTuple):
         return sum(self)
 
 
+class Speed(NamedTuple):
+    """Output tokens per second of decoding, prefill included, with the draft and without."""
+
+    speculative: float
+    plain: float
+
+    @property
+    def gain(self) -> float:
+        return self.speculative / self.plain
+
+
 class SpeculativeOutput(NamedTuple):
     """Speculative output for one conversation."""
 
@@ -328,6 +339,11 @@ class SpeculativeResult:
     def lossless(self) -> bool | None:
         """Whether every output equals plain decoding, ties aside; None if they were not compared."""
         return self.mismatches == 0 if self.compared else None
+
+    @property
+    def speed(self) -> Speed:
+        plain_tokens = self.new_tokens if self.plain_tokens is None else self.plain_tokens
+        return Speed(self.new_tokens / self.seconds_speculative, plain_tokens / self.seconds_plain)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {

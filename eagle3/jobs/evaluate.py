@@ -1,8 +1,9 @@
 """Set up the judging of an exported draft from a recipe: prompts, target and engine."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -47,22 +48,22 @@ def judge(
     exported: Path,
     topology: Topology,
     console: Console,
-    prompts_file: Path | None = None,
+    files: Mapping[str, Path] | None = None,
     decoding: Decoding | None = None,
 ) -> Judgement:
     """Judge an exported draft with transformers, by the recipe's evaluation section, and print the result.
 
     target: the target, if it is loaded already
-    prompts_file: see read_prompts; None for held-out conversations
+    files: the file of each prompt set, by name (see read_prompts); None for held-out conversations
     decoding: None to decode greedily with the recipe's settings
 
     Raises UserError for anything that the user can fix, including too little memory.
     """
     decoding = decoding or decoding_of(inputs.recipe)
-    prompts = prompts_to_judge(inputs, prompts_file, decoding.draft_tokens)
+    prompts, sets = prompts_to_judge(inputs, files, decoding.draft_tokens)
     try:
         target = target or target_of(inputs, read_exported(exported), topology, console)
-        console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} speculatively")
+        console(f"decoding {len(prompts)} {'prompts' if files else 'held-out conversations'} speculatively")
         judgement = judge_export(
             exported,
             target,
@@ -72,6 +73,7 @@ def judge(
             decoding,
             seed=inputs.recipe.training.seed,
             report=console,
+            sets=sets,
         )
     except torch.OutOfMemoryError as error:
         raise UserError(
@@ -93,20 +95,20 @@ def judge_contexts(
     contexts: Sequence[int] | None,
     per_context: int,
     gpu: str = DEFAULT_GPU,
-    prompts_file: Path | None = None,
+    files: Mapping[str, Path] | None = None,
     decoding: Decoding | None = None,
 ) -> ContextJudgement:
     """Like `judge`, but by context length, and without printing the result. Contexts come from sample_contexts or, with
-    a prompts_file, from prompt_contexts. gpu: a name in planning/gpus.py, for the estimate of what the draft is
-    worth."""
+    files, from prompt_contexts, over the prompts of all sets. gpu: a name in planning/gpus.py, for the estimate of what
+    the draft is worth."""
     decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
     longest = longest_prompt(most, decoding.new_tokens, decoding.draft_tokens)
-    if prompts_file is None:
+    if not files:
         buckets = sample_contexts(inputs.held_out, contexts, per_context, longest)
     else:
-        prompts = read_prompts(prompts_file, inputs.tokenizer, inputs.chat_template, longest, choices_of(inputs.recipe))
+        prompts, _ = prompts_to_judge(inputs, files, decoding.draft_tokens)
         buckets = prompt_contexts(prompts, contexts, per_context, longest)
     draft = read_exported(exported)
     target = target_of(inputs, draft, topology, console)
@@ -126,7 +128,7 @@ def estimated_pay_off(known: KnownTarget, draft: DraftConfig, judgement: Context
     return PayOff(source, surface(costs, judgement.shares, BATCHES))
 
 
-def target_and_texts(inputs: Inputs, prompts_file: Path | None) -> dict[str, str]:
+def target_and_texts(inputs: Inputs, files: Mapping[str, Path]) -> dict[str, str]:
     """The target and texts of a judgement, so that comparisons notice if these differ. Paths are reduced to their last
     part."""
     model, samples = inputs.recipe.model, inputs.held_out
@@ -134,7 +136,7 @@ def target_and_texts(inputs: Inputs, prompts_file: Path | None) -> dict[str, str
     own = f"{len(samples):,} held-out samples of {int(samples.lengths.sum()):,} tokens"
     return {
         "target": f"{name} ({inputs.fingerprint[:8]})",
-        "texts": own if prompts_file is None else prompts_file.name,
+        "texts": ", ".join(file.name for file in files.values()) or own,
     }
 
 
@@ -143,22 +145,24 @@ def judge_served(
     exported: Path,
     tree: DraftTree,
     console: Console,
-    prompts_file: Path | None = None,
+    files: Mapping[str, Path] | None = None,
     window: int | None = None,
+    seed: int = 0,
 ) -> Judgement:
-    """Like `judge`, but SGLang decodes: a server with the draft, and one without it."""
+    """Like `judge`, but SGLang decodes: a server with the draft, and one without it. seed: for the intervals of prompt
+    sets."""
     evaluation, config = inputs.recipe.evaluation, inputs.config
     draft = read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
     require_known(draft, exported)
     require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers, config.model_type)
     room = max(tree.tokens, CONTEXT_RESERVE)
-    prompts = prompts_to_judge(inputs, prompts_file, room)
+    prompts, sets = prompts_to_judge(inputs, files, room)
     options = engine_options(inputs)
     if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all memory
         most = max(map(len, prompts)) + evaluation.new_tokens + room
         options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
-    console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
+    console(f"decoding {len(prompts)} {'prompts' if files else 'held-out conversations'} by SGLang")
     served = judge_by_sglang(
         exported,
         options,
@@ -168,6 +172,7 @@ def judge_served(
         logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
         window=window or draft.window,
         report=console,
+        sets=sets,
     )
     windows = Window(window or draft.window, draft.window)
     judgement = Judgement(
@@ -177,8 +182,10 @@ def judge_served(
         version("sglang"),
         tree.topk,
         tree.tokens,
+        Sampling(0.0, seed),
         window=windows,
         same_load=served.same_load,
+        sets=served.sets,
     )
     for line in judgement.lines():
         console.result(line)
@@ -200,13 +207,22 @@ def target_of(
         return start_target(known, topology.device, vocabulary, aux_layers=aux_layers, dtype=dtype)
 
 
-def prompts_to_judge(inputs: Inputs, file: Path | None, room: int) -> list[Tensor]:
-    """Prompts from held-out conversations or from a file. Raises UserError if there are none.
+def prompts_to_judge(
+    inputs: Inputs, files: Mapping[str, Path] | None, room: int
+) -> tuple[list[Tensor], dict[str, int]]:
+    """The prompts of all prompt sets, one set after the other, and the number of prompts of each set, by its name.
+    Without files, held-out conversations, which are no set. Raises UserError if there are none.
 
     room: number of tokens that a prompt must leave free in the target's context, on top of the answer's
     """
-    if file is not None:
-        return prompts_of(inputs, file, room)
+    if not files:
+        return held_out_prompts(inputs, room), {}
+    sets = {name: prompts_of(inputs, file, room) for name, file in files.items()}
+    return [*chain(*sets.values())], {name: len(prompts) for name, prompts in sets.items()}
+
+
+def held_out_prompts(inputs: Inputs, room: int) -> list[Tensor]:
+    """Prompts from held-out conversations. Raises UserError if there are none. room: as for prompts_to_judge."""
     return choose_prompts(inputs.held_out, inputs.recipe.evaluation.conversations, _longest(inputs, room))
 
 

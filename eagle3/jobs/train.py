@@ -19,7 +19,7 @@ from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
 from eagle3.jobs.description import describe_run
-from eagle3.jobs.evaluate import judge, prompts_to_judge
+from eagle3.jobs.evaluate import held_out_prompts, judge
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.plan import memory_plan
 from eagle3.jobs.provenance import input_digests, require_fitting_settings, require_fitting_store
@@ -165,7 +165,7 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
         run.on_first(lambda: require_fitting_store(known))
     inputs = gather_inputs(known, console)
     if evaluation.conversations:
-        prompts_to_judge(inputs, None, evaluation.draft_tokens)
+        held_out_prompts(inputs, evaluation.draft_tokens)
     if run.continues:
         run.on_first(lambda: run.folder.require_same_inputs(input_digests(inputs), console.warn))
     job = choose_draft(inputs, console)

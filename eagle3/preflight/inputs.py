@@ -1,12 +1,13 @@
 """Checks the files that a recipe reads, before any import that takes seconds."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
-from eagle3.errors import SharedUserError, UserError
+from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.hub import require_target_folder
 from eagle3.parsing import parse_json
 from eagle3.recipe.schema import Model, Recipe
@@ -135,11 +136,35 @@ def require_export(draft: Path, option: str = "--draft ") -> DraftConfig:
     raise UserError(f"{draft}: no exported draft here; train first, or name one with {option}FOLDER")
 
 
-def require_prompts_file(file: Path) -> None:
-    """Raises UserError unless the file is of a kind that holds prompts."""
+def prompt_files(values: Sequence[str]) -> dict[str, Path]:
+    """The file of each prompt set, by the set's name: from [NAME=]FILE each, where NAME defaults to the file's stem. A
+    value that is the path of a file is no NAME=FILE. Raises UserError for a name that is empty or taken, and like
+    `require_prompts_file`."""
+    files: dict[str, Path] = {}
+    for value in values:
+        name, equals, path = value.partition("=")
+        if not equals or Path(value).exists():
+            name, path = Path(value).stem, value
+        name = name.strip()
+        if not name or not name.isprintable():
+            raise UserError(
+                f"--prompts {shown(value)}: the set has no name that can be shown; write --prompts NAME=FILE"
+            )
+        require_prompts_file(Path(path), value)
+        if name in files:
+            raise UserError(
+                f"--prompts {value}: {files[name]} is called {name!r} too; give it another name: --prompts NAME={path}"
+            )
+        files[name] = Path(path)
+    return files
+
+
+def require_prompts_file(file: Path, value: str | None = None) -> None:
+    """Raises UserError unless the file is of a kind that holds prompts. value: what the user wrote (default: the
+    file)."""
     if not (file.is_file() and file.suffix in (*KINDS, ".txt")):
         problem = "is not a file of such a kind" if file.exists() else "no such file"
-        raise UserError(f"--prompts {file}: {problem}; name a .jsonl, .json, .parquet or .txt file")
+        raise UserError(f"--prompts {value or file}: {problem}; name a .jsonl, .json, .parquet or .txt file")
 
 
 def _require_target(model: Model) -> None:

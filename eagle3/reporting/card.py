@@ -28,6 +28,7 @@ from eagle3.reporting.record import (
     number,
     read_run,
     rule,
+    set_rows,
     simulated_positions,
     source_name,
     target_name,
@@ -163,6 +164,7 @@ def _judged(run: RunRecord) -> dict[str, Any] | None:
         "positions": [*range(1, len(shares) + 1)],
         "shares": [*map(number, shares)],
         "lossless": _lossless(result),
+        "sets": [row for row, _ in set_rows(result)],
         "untrained": f"An untrained draft of the same shape: {untrained['acceptance_length']:.2f}."
         if untrained
         else "",

@@ -16,7 +16,7 @@ from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
 from eagle3.reporting.markdown import Table, layout_in_words, summary
 from eagle3.reporting.plot import Colour, Plot, Series
-from eagle3.reporting.record import Record, RunRecord, context_rows, number, rule, short, target_name
+from eagle3.reporting.record import Record, RunRecord, context_rows, number, rule, set_rows, short, target_name
 
 SECTIONS = {  # title -> names of the charts
     "Training": ("total_loss", "accepted", "loss", "acceptance", "learning_rate", "gradient_norm"),
@@ -51,8 +51,8 @@ def rendered(template: str, **values: Any) -> str:
 
 def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
     numbers = {
-        "Training": (None, []),
-        "Acceptance": (_contexts_table(run), []),
+        "Training": ([], []),
+        "Acceptance": ([*filter(None, (_sets_table(run), _contexts_table(run)))], []),
         "Speed and memory": _memory(run),
         "Data": _data(run),
     }
@@ -61,7 +61,7 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
             "title": title,
             "charts": [vector(plot) for plot in plots if plot.name in names and isinstance(plot, Plot)],
             "missing": [plot for plot in plots if plot.name in names and isinstance(plot, Absent)],
-            "table": numbers[title][0],
+            "tables": numbers[title][0],
             "notes": numbers[title][1],
         }
         for title, names in SECTIONS.items()
@@ -146,17 +146,40 @@ def _contexts_table(run: RunRecord) -> Table | None:
     """The numbers behind the chart of by_context.json, and acceptance by draft position."""
     if not run.by_context.get("contexts"):
         return None
-    contexts = context_rows(run.by_context)
-    positions = max(len(shares) for _, shares in contexts)
-    head = ("context", "length", "95% interval", "prompts", "verified", *(f"draft {n + 1}" for n in range(positions)))
-    rows = [[*row, *map(number, shares), *["–"] * (positions - len(shares))] for row, shares in contexts]
-    return Table(f"By context, {rule(run.by_context)}", head, rows)
+    head = ("context", "length", "95% interval", "prompts", "verified")
+    return _with_positions(f"By context, {rule(run.by_context)}", head, context_rows(run.by_context))
 
 
-def _data(run: RunRecord) -> tuple[Table | None, list[str]]:
+def _sets_table(run: RunRecord) -> Table | None:
+    """The numbers of each prompt set in evaluation.json, and acceptance by draft position."""
+    if not run.evaluation.get("sets"):
+        return None
+    head = (
+        "prompts",
+        "length",
+        "95% interval",
+        "mean over conversations",
+        "conversations",
+        "verified",
+        "times as fast",
+    )
+    return _with_positions(f"By prompt set, {rule(run.evaluation)}", head, set_rows(run.evaluation))
+
+
+def _with_positions(title: str, head: Sequence[str], rows: Sequence[tuple[list[str], list[float]]]) -> Table:
+    """A table whose rows go on with the share of each draft position."""
+    positions = max(len(shares) for _, shares in rows)
+    return Table(
+        title,
+        [*head, *(f"draft {n + 1}" for n in range(positions))],
+        [[*row, *map(number, shares), *["–"] * (positions - len(shares))] for row, shares in rows],
+    )
+
+
+def _data(run: RunRecord) -> tuple[list[Table], list[str]]:
     """A table of the samples, and notes on how they were made."""
     if not run.started:
-        return None, []
+        return [], []
     parts = [run.started["data"][part] for part in PARTS]
     read = [part.get("prepared") or {} for part in parts]
     counts = {
@@ -181,7 +204,7 @@ def _data(run: RunRecord) -> tuple[Table | None, list[str]]:
             for reason, count in rows.get("dropped", {}).items()
         ),
     ]
-    return Table("Samples", ("", *PARTS.values()), rows), notes
+    return [Table("Samples", ("", *PARTS.values()), rows)], notes
 
 
 def _cell(value: int | str | None) -> str:
@@ -190,11 +213,11 @@ def _cell(value: int | str | None) -> str:
     return value if isinstance(value, str) else f"{value:,}"
 
 
-def _memory(run: RunRecord) -> tuple[Table | None, list[str]]:
+def _memory(run: RunRecord) -> tuple[list[Table], list[str]]:
     """The planner's memory estimate, and notes on what it covers."""
     memory = run.started.get("memory", {})
     if memory.get("estimate_gib") is None:
-        return None, [f"The planner made no estimate: {memory['why']}"] if memory.get("why") else []
+        return [], [f"The planner made no estimate: {memory['why']}"] if memory.get("why") else []
     parts, stream = memory["parts_gib"] | {"all": memory["estimate_gib"]}, memory["stream"]
     note = (
         f"Measured is what is {memory['measured']}, at its peak so far. The estimate is for the largest stream that "
@@ -205,7 +228,7 @@ def _memory(run: RunRecord) -> tuple[Table | None, list[str]]:
         "resident."
     )
     rows = [(name, memory_size(gib * 2**30)) for name, gib in parts.items()]
-    return Table("The planner's estimate", ("what a rank holds", "memory"), rows), [note]
+    return [Table("The planner's estimate", ("what a rank holds", "memory"), rows)], [note]
 
 
 def _example(example: Record) -> dict[str, Any]:

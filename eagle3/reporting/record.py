@@ -243,16 +243,43 @@ def context_rows(by_context: Record) -> list[tuple[list[str], list[float]]]:
     """
     rows = []
     for row in sorted(by_context["contexts"], key=lambda row: row["context"]):
-        low, high = row.get("interval") or (None, None)
         cells = [
             tokens_label(row["context"]),
             number(row.get("acceptance_length")),
-            "–" if low is None or high is None else f"{low:.2f} to {high:.2f}",
+            _interval_text(row),
             f"{row['conversations']:,}",
             f"{row['verifications']:,}",
         ]
         rows.append((cells, row.get("position_acceptance") or []))
     return rows
+
+
+def set_rows(evaluation: Record) -> list[tuple[list[str], list[float]]]:
+    """The rows for an evaluation.json's prompt sets as text.
+
+    Each row has the set's name, the acceptance length, its 95% confidence interval, the mean over conversations, the
+    numbers of conversations and verifications, and how many times as fast decoding was. With it comes, for each i, the
+    share of verifications that accepted all of the drafts 0..i.
+    """
+    rows = []
+    for row in evaluation.get("sets") or []:
+        speed = row.get("speed")
+        cells = [
+            row["name"],
+            number(row.get("acceptance_length")),
+            _interval_text(row),
+            number(row.get("mean_acceptance_length")),
+            f"{row['conversations']:,}",
+            f"{row['verifications']:,}",
+            number(speed and speed["speculative"] / speed["plain"]),
+        ]
+        rows.append((cells, row.get("position_acceptance") or []))
+    return rows
+
+
+def _interval_text(row: Record) -> str:
+    low, high = row.get("interval") or (None, None)
+    return "–" if low is None or high is None else f"{low:.2f} to {high:.2f}"
 
 
 def number(value: float | None) -> str:

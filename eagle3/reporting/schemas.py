@@ -12,6 +12,7 @@ Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Length = Annotated[float, Field(ge=1, allow_inf_nan=False)]  # acceptance length, in tokens
+Interval = Annotated[list[Amount | None], Field(min_length=2, max_length=2)]
 Numbers = list[float | None]
 
 
@@ -47,6 +48,15 @@ class Speed(BaseModel):
     plain: Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
+class OfSet(Judged):
+    """The figures of one prompt set."""
+
+    name: str
+    interval: Interval | None = None
+    mean_acceptance_length: Length | None = None
+    speed: Speed | None = None
+
+
 class Evaluation(Judged):
     """The contents of evaluation.json."""
 
@@ -57,11 +67,12 @@ class Evaluation(Judged):
     untrained: Untrained | None = None
     speed: Speed | None = None
     examples: list[Example] | None = None
+    sets: list[OfSet] | None = None
 
 
 class OfContext(Judged):
     context: Annotated[int, Field(ge=1)]
-    interval: Annotated[list[Amount | None], Field(min_length=2, max_length=2)] | None = None
+    interval: Interval | None = None
 
 
 class ByContext(BaseModel):

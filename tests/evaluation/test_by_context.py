@@ -20,7 +20,7 @@ from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement, ra
 from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.prompts import prompt_contexts, sample_contexts
 from eagle3.evaluation.speculative import DecodedConversation, SpeculativeOutput
-from eagle3.jobs.evaluate import decoding_of, judge_contexts
+from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, prompts_to_judge
 from eagle3.preflight.result_file import require_result_place
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import fingerprint
@@ -230,6 +230,68 @@ def test_by_context_writes_and_prints_every_bucket(run):
     assert pays.count("drafting pays nowhere (batch 1)") == 2, "the draft has learnt nothing"
     # a second judge must recognise this as an evaluation
     require_result_place(folder / "by_context.json")
+
+
+QUESTIONS = {"riddles": ["Who sat on the mat?", "And why?", "When did the rain begin to fall?"], "sums": ["2 + 2 = ?"]}
+
+
+def write_sets(folder) -> dict:
+    """A file of questions for each set."""
+    files = {name: folder / f"{name}.txt" for name in QUESTIONS}
+    for name, file in files.items():
+        file.write_text("\n".join(QUESTIONS[name]))
+    return files
+
+
+def test_sets_judged_together_have_the_figures_that_they_have_alone(run, topology, tmp_path):
+    recipe, heard, files = load_recipe(run), Console(speaks=False), write_sets(tmp_path)
+    inputs = inputs_of(recipe, topology.device, heard)
+    torch.set_num_threads(1)
+
+    def judged(files):
+        return judge(inputs, None, recipe.output.dir / "export", topology, heard, files)
+
+    together = judged(files)
+    for name, file in files.items():
+        alone = judged({"another name": file}).trained
+        for figure in ("conversations", "verifications", "yielded", "accepted", "identical", "new_tokens", "of_each"):
+            assert getattr(together.sets[name], figure) == getattr(alone, figure), (name, figure)
+    pooled = [pair for figures in together.sets.values() for pair in figures.of_each]
+    assert together.trained.of_each == pooled and together.trained.conversations == 4
+    assert judged(None).sets == {}, "held-out conversations are no set"
+
+
+def test_contexts_are_judged_on_the_prompts_of_all_sets(run, topology, tmp_path):
+    recipe, heard, files = load_recipe(run), Console(speaks=False), write_sets(tmp_path)
+    inputs = inputs_of(recipe, topology.device, heard)
+    torch.set_num_threads(1)
+    prompts, sizes = prompts_to_judge(inputs, files, recipe.evaluation.draft_tokens)
+    assert sizes == {"riddles": 3, "sums": 1}
+    buckets = prompt_contexts(prompts, [16, 32, 64], 8, longest=200)
+    assert sum(len(bucket.prompts) for bucket in buckets) == 4
+    arguments = (inputs, recipe.output.dir / "export", topology, heard)
+    judgement = judge_contexts(*arguments, contexts=[16, 32, 64], per_context=8, files=files)
+    counts = {each.context: each.conversations for each in judgement.contexts}
+    assert counts == {bucket.context: len(bucket.prompts) for bucket in buckets if bucket.prompts}
+
+
+def test_a_judge_of_two_sets_prints_and_writes_a_row_for_each(run, tmp_path):
+    files = write_sets(tmp_path)
+    command = ["launchers/evaluate.py", str(run), "--quiet", "--out", str(tmp_path / "out.json")]
+    output = finish(
+        launch(sys.executable, *command, "--prompts", f"hard={files['riddles']}", "--prompts", files["sums"])
+    )
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert [each["name"] for each in result["sets"]] == ["hard", "sums"] and result["conversations"] == 4
+    pairs = result["sets"][0]["of_each"]
+    tokens, verified = (sum(column) for column in zip(*pairs, strict=True))
+    mean = sum(tokens / count for tokens, count in pairs) / 3
+    row = next(line.split() for line in output.splitlines() if line.split()[:1] == ["hard"])
+    low, high = (f"{end:.2f}" for end in result["sets"][0]["interval"])
+    length = f"{tokens / verified:.2f}"
+    assert row[:-2] == ["hard", "3", str(verified), length, low, "to", high, f"{mean:.2f}"] and row[-1] == "equal"
+    pooled = sum(tokens for each in result["sets"] for tokens, _ in each["of_each"])
+    assert result["acceptance_length"] == pooled / result["verifications"]
 
 
 def test_a_quiet_judge_says_the_result_alone_and_leaves_examples(run):

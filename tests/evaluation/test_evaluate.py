@@ -1,5 +1,6 @@
 """The prompts that a draft is judged on, trees of drafts, and what evaluate.py refuses before anything is loaded."""
 
+import gzip
 import json
 import re
 import runpy
@@ -8,21 +9,25 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
-from places import LAUNCHERS
+from places import LAUNCHERS, ROOT
 from tiny_run import write_recipe
 from transformers import AutoConfig, AutoTokenizer
 
-from eagle3.console import Console
+from eagle3.console import Console, Warned
 from eagle3.draft.derivation import derive_draft
 from eagle3.errors import UserError
+from eagle3.evaluation.by_set import over_sets, set_lines, set_records
 from eagle3.evaluation.drafter import check_belongs
 from eagle3.evaluation.export_check import NotInstalled, check_export
 from eagle3.evaluation.judge import Judgement
 from eagle3.evaluation.prompts import read_prompts
-from eagle3.evaluation.sglang_judge import DraftTree, TimedAnswer, count_drafted
+from eagle3.evaluation.sglang_judge import DraftTree, ServedConversation, TimedAnswer, count_drafted, count_served
 from eagle3.evaluation.speculative import SpeculativeResult
+from eagle3.preflight.inputs import prompt_files
 from eagle3.recipe.loading import dump_recipe, load_recipe
+from eagle3.regeneration.turns import Generation, plan_of
 from eagle3.targets.sglang.version import GreedyAnswer
+from eagle3.text.conversations import read_conversations
 
 TURNS = [
     {"role": "user", "content": "Who sat on the mat?"},
@@ -68,6 +73,45 @@ def test_a_text_is_continued_and_a_line_is_a_question(tmp_path, tokenizer):
 def test_a_template_given_replaces_the_tokenizers(tmp_path, tokenizer):
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     assert read(tmp_path, tokenizer, "a.txt", "And why?", template=template) == [ids(tokenizer, "And why?")]
+
+
+def test_what_the_documentation_converts_are_prompts_of_the_published_questions(tmp_path, tokenizer, monkeypatch):
+    """Of each published format, lines as it has them. A document of 24 words loses its middle."""
+    monkeypatch.chdir(tmp_path)
+    words = " ".join(f"{letter}{letter}" for letter in "abcdefghijklmnopqrstuvwx")
+    published = {
+        "question.jsonl": {"question_id": 81, "category": "writing", "turns": ["Who sat?", "And\u2028why?"]},
+        "test.jsonl": {"question": "Two and two?", "answer": "4\n#### 4"},
+        "HumanEval.jsonl": {"task_id": "HumanEval/0", "prompt": "def f():\n", "entry_point": "f", "test": ""},
+        "gov_report.jsonl": {"input": "", "context": words, "answers": [""], "length": 24, "dataset": "gov_report"},
+        "longbook_qa_eng.jsonl": {"id": 0, "context": "It fell.", "input": "What?", "answer": ["Rain"], "options": []},
+    }
+    for name, row in published.items():
+        Path(name).write_text(json.dumps(row, ensure_ascii=False) + "\n", encoding="utf-8")
+    Path("HumanEval.jsonl.gz").write_bytes(gzip.compress(Path("HumanEval.jsonl").read_bytes()))
+    Path("test.jsonl").write_text(Path("test.jsonl").read_text() * 33)
+    Path("dataset2prompt.json").write_text(json.dumps({"gov_report": "Report: {context} Summary:"}))
+    document = (ROOT / "docs" / "evaluating.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", document, re.DOTALL | re.MULTILINE))
+    for name, value in (("Qwen/Qwen3-8B", tokenizer.name_or_path), ("30_000", "20")):
+        assert code.count(name) == 1
+        code = code.replace(name, value)
+    exec(code, {})
+
+    def asked(name: str) -> list[str]:
+        """What the user says last in each prompt."""
+        prompts = (tokenizer.decode(prompt) for prompt in read_prompts(Path(name), tokenizer, None, 500))
+        return [prompt.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0] for prompt in prompts]
+
+    assert asked("mt-bench.jsonl") == ["Who sat?"] and asked("gsm8k.jsonl") == ["Two and two?"] * 3
+    assert asked("humaneval.jsonl") == ["def f():\n"]
+    (report,) = asked("gov-report.jsonl")
+    ids = tokenizer(f"Report: {words} Summary:", add_special_tokens=False)["input_ids"]
+    assert len(ids) > 20 and report == tokenizer.decode(ids[:10]) + tokenizer.decode(ids[-10:])
+    assert asked("longbook-qa.jsonl") == ["It fell.\n\nWhat?"]
+    assert asked("both-turns.jsonl") == ["And\u2028why?"]
+    (conversation,) = read_conversations(["both-turns.jsonl"])
+    assert plan_of(conversation, Generation("m", "all", "keep", "drop", 100)).asked == {1, 3}, "both answers"
 
 
 @pytest.mark.parametrize(
@@ -139,6 +183,51 @@ def test_what_people_read_names_engine_and_speed():
     assert not apart.as_dict()["same_load"] and "not measured under the same load" in apart.lines()[-1]
 
 
+def both_served(histogram: list[int], stopped: bool = False, verdict: str = "identical") -> ServedConversation:
+    tokens = 1 + sum(count * (accepted + 1) for accepted, count in enumerate(histogram))
+    plain = TimedAnswer(GreedyAnswer([7] * tokens, stopped, []), 2.0)
+    return ServedConversation(served(histogram, tokens, stopped), plain, verdict)
+
+
+def test_a_sets_figures_are_those_of_its_own_conversations():
+    """By hand: `chat` yields 8 tokens in 3 verifications and 3 in 3, `code` 16 in 4, and `void` ends at once."""
+    chat, code = [both_served([1, 0, 1, 1]), both_served([3])], [both_served([0, 0, 0, 4], verdict="tie")]
+    conversations, warned = [*chat, both_served([], stopped=True), *code], []
+    sizes = {"chat": 2, "void": 1, "code": 1}
+    sets = over_sets(sizes, conversations, lambda each: count_served(each, steps=3), warned.append)
+    assert list(sets) == ["chat", "code"] and isinstance(warned[0], Warned)
+    assert warned[0].startswith("prompt set void: left out, the target ends all its conversations with their first")
+    first, second = set_records(sets, seed=0)
+    assert (first["name"], first["conversations"], first["verifications"]) == ("chat", 2, 6)
+    assert first["acceptance_length"] == (8 + 3) / 6 and first["mean_acceptance_length"] == (8 / 3 + 3 / 3) / 2
+    assert first["position_acceptance"] == [2 / 6, 2 / 6, 1 / 6]
+    assert first["interval"] == [3 / 3, 8 / 3], "two conversations span it"
+    # 9 and 4 tokens, in a second each with the draft, and two without
+    assert first["speed"] == {"speculative": 13 / 2, "plain": 13 / 4} and first["identical"] == 2
+    assert (second["acceptance_length"], second["interval"], second["ties"]) == (4.0, None, 1)
+    assert second["of_each"] == [(16, 4)] and second["lossless"]
+    pooled = count_served(conversations, steps=3)
+    assert pooled.yielded == first["yielded"] + second["yielded"] and pooled.conversations == 4
+
+
+def test_the_table_of_sets_is_aligned_and_fits_80_columns():
+    counts = [both_served([120, 30, 20, 99])] * 80, [both_served([3]), both_served([5], verdict="tie")]
+    sets = {"mt-bench": count_served(counts[0], 3), "long-documents": count_served(counts[1], 3)}
+    judgement = Judgement(sets["mt-bench"], None, "sglang", "0.5.23", topk=1, tree_tokens=4, sets=sets)
+    title, head, *rows, by_position, positions, first, second = judgement.table()
+    assert title == "acceptance length by prompt set (mean: over conversations)"
+    assert head.split() == ["set", "conv.", "verified", "length", "95%", "interval", "mean", "speed", "output"]
+    assert rows[0].split() == ["mt-bench", "80", "21520", "2.36", "2.36", "to", "2.36", "2.36", "2.00x", "equal"]
+    assert rows[1].split()[-3:] == ["2.00x", "1", "tied"] and by_position == "accepted by draft position"
+    assert positions.split() == ["set", "1", "2", "3"] and second.split() == ["long-documents", *["0.00"] * 3]
+    assert len({len(line) for line in (head, *rows)}) == len({len(line) for line in (positions, first, second)}) == 1
+    assert max(map(len, judgement.table())) <= 80
+    alone = replace(judgement, sets={"mt-bench": sets["mt-bench"]})
+    assert alone.table() == [] and [each["name"] for each in alone.as_dict()["sets"]] == ["mt-bench"]
+    assert json.loads(json.dumps(judgement.as_dict()))["sets"][1]["name"] == "long-documents"
+    assert set_lines(sets, seed=0) == judgement.table()
+
+
 @pytest.mark.parametrize(
     ("result", "line"),
     [
@@ -186,6 +275,12 @@ def make_export(run: Path) -> None:
         (["--tree-tokens", "5"], "use --engine sglang"),
         (["--prompts", __file__], "is not a file of such a kind; name a .jsonl"),
         (["--prompts", "/nowhere.jsonl"], "--prompts /nowhere.jsonl: no such file"),
+        (["--prompts", "mt=/nowhere.jsonl"], "--prompts mt=/nowhere.jsonl: no such file; name a .jsonl"),
+        (["--prompts", f"mt={__file__}"], f"--prompts mt={__file__}: is not a file of such a kind"),
+        (
+            ["--prompts", "=a.jsonl"],
+            "--prompts '=a.jsonl': the set has no name that can be shown; write --prompts NAME=",
+        ),
         (["--draft", "/nowhere"], "/nowhere: no exported draft here"),
         (
             ["--window", "3"],
@@ -201,6 +296,24 @@ def test_evaluate_refuses_at_once(refused, tmp_path, target, arguments, message)
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
     make_export(tmp_path / "run")
     assert message in refused("evaluate.py", "--recipe", recipe, *arguments)
+
+
+def test_a_prompt_set_is_called_as_the_user_says_or_as_its_file_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("mt.jsonl", "gsm.txt", "a=b.jsonl", "b.jsonl"):
+        Path(name).write_text("")
+    files = {"mt-bench": Path("mt.jsonl"), "gsm": Path("gsm.txt")}
+    assert prompt_files(["mt-bench=mt.jsonl", "gsm.txt"]) == files and list(prompt_files([])) == []
+    assert prompt_files(["a=b.jsonl"]) == {"a=b": Path("a=b.jsonl")}, "a file as it stands"
+    assert prompt_files(["c=a=b.jsonl"]) == {"c": Path("a=b.jsonl")}
+    Path("a=b.jsonl").unlink()
+    assert prompt_files(["a=b.jsonl"]) == {"a": Path("b.jsonl")}
+    for taken in (["mt.jsonl", "mt=b.jsonl"], ["mt=mt.jsonl", " mt =b.jsonl"]):
+        with pytest.raises(UserError, match=r"=b.jsonl: mt.jsonl is called 'mt' too; .* --prompts NAME=b.jsonl$"):
+            prompt_files(taken)
+    for nameless in ("=mt.jsonl", " =mt.jsonl", "", "a\nb=mt.jsonl"):
+        with pytest.raises(UserError, match="^--prompts '.*': the set has no name .*; write --prompts NAME=FILE$"):
+            prompt_files([nameless])
 
 
 def test_a_run_or_a_target_in_the_place_of_a_draft_is_told_from_one(refused, tmp_path, target):

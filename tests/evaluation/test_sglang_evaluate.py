@@ -42,7 +42,11 @@ def test_a_tree_is_lossless_and_its_figures_are_written(topology, tmp_path, monk
     for name, value in sglang_environment().items():
         monkeypatch.setenv(name, value)
     command = [sys.executable, "launchers/evaluate.py", "--recipe", recipe, "--engine", "sglang"]
-    command += ["--prompts", prompts, "--draft", tmp_path / "export", "--topk", TOPK, "--tree-tokens", TREE_TOKENS]
+    lines = prompts.read_text().splitlines(keepends=True)
+    for name, part in (("few", lines[:1]), ("many", lines[1:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+        command += ["--prompts", tmp_path / f"{name}.jsonl"]
+    command += ["--draft", tmp_path / "export", "--topk", TOPK, "--tree-tokens", TREE_TOKENS]
     output = finish(launch(*map(str, command)), timeout=400)
     result = json.loads((tmp_path / "evaluation.json").read_text())
     settings = {"engine": "sglang", "engine_version": "0.5.23", "topk": TOPK, "tree_tokens": TREE_TOKENS}
@@ -53,4 +57,13 @@ def test_a_tree_is_lossless_and_its_figures_are_written(topology, tmp_path, monk
     shares = result["position_acceptance"]
     assert len(shares) == STEPS and 1 >= shares[0] >= shares[1] >= shares[2] > 0 and shares[2] < 1
     assert f"acceptance length {result['acceptance_length']:.2f}" in output and "tokens/s" in output
+    sets = result["sets"]
+    assert [(each["name"], each["conversations"], each["identical"]) for each in sets] == [
+        ("few", 1, 1),
+        ("many", 3, 3),
+    ]
+    assert [pair for each in sets for pair in each["of_each"]] == result["of_each"]
+    for figure in ("verifications", "yielded", "new_tokens"):
+        assert sum(each[figure] for each in sets) == result[figure]
+    assert [sum(column) for column in zip(*(each["accepted"] for each in sets), strict=True)] == result["accepted"]
     assert result["same_load"] and "same load" not in output

@@ -7,7 +7,7 @@ import shlex
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from report_case import RECIPE, change, evaluation, started, write_json, write_run
+from report_case import RECIPE, SETS, change, evaluation, started, write_json, write_run
 
 from eagle3.reporting.card import Edited, write_card
 from eagle3.reporting.markdown import one_line, summary
@@ -84,6 +84,14 @@ def test_the_card_has_the_runs_results_and_their_conditions(run):
         "tensor 1 x ulysses 2 x ring 2 x data 2",
     ):
         assert part in text, part
+
+
+def test_a_card_has_a_row_for_each_prompt_set_and_none_without(run):
+    assert "prompt set" not in card(run)
+    change(run.evaluation, sets=SETS)
+    text = card(run)
+    assert "| mt-bench | 2.90 | 2.80 to 3.00 | 3.10 | 80 | 900 | 1.50 |" in text
+    assert "| a \\| b | 2.10 | – | – | 1 | 30 | – |" in text, "one without speed, interval and mean"
 
 
 def test_a_windowed_draft_trained_on_spans_says_so_and_how_engines_learn_of_the_window(run):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from places import ZERO2
-from report_case import HOSTILE, STEPS, by_context, change, started, write_json, write_run
+from report_case import HOSTILE, SETS, STEPS, by_context, change, started, write_json, write_run
 from tiny_run import conversations, make_target, metrics, write_recipe
 
 from eagle3.console import Console
@@ -160,6 +160,14 @@ def test_the_page_is_well_formed_and_loads_nothing(run):
     assert len(page.all("h1")) == 1 and len(page.all("main")) == 1 and page.all("html") == [{"lang": "en"}]
 
 
+def test_the_page_has_a_row_for_each_prompt_set_and_none_without(run):
+    assert "By prompt set" not in render(run).text
+    change(run.evaluation, sets=[*SETS, SETS[1] | {"name": HOSTILE}])
+    words = " ".join(render(run).text.split())
+    assert "By prompt set, greedy" in words and "mt-bench2.902.80 to 3.003.10809001.500.800.600.400.10" in words
+    assert HOSTILE not in run.report.read_text(encoding="utf-8")
+
+
 def test_text_from_data_is_escaped_wherever_it_stands(run):
     run.recipe.write_text(yaml.safe_dump({"model": {"target": HOSTILE}}), encoding="utf-8")
     change(run.run, versions={"torch": HOSTILE})
@@ -293,6 +301,9 @@ def test_a_damaged_file_is_named_with_its_line(run):
         ("evaluation.json", {"untrained": 3}, "untrained: Input should be "),
         ("evaluation.json", {"untrained": {"acceptance_length": None}}, "untrained.acceptance_length: "),
         ("evaluation.json", {"examples": [{}]}, "examples.0.prompt: Field required"),
+        ("evaluation.json", {"sets": [{"name": 3}]}, "sets.0.conversations: Field required"),
+        ("evaluation.json", {"sets": [SETS[0] | {"name": 3}]}, "sets.0.name: Input should be a valid string, not 3"),
+        ("evaluation.json", {"sets": [SETS[0] | {"interval": [1.0]}]}, "sets.0.interval: List should have at least 2"),
         ("run.json", {"data": {}}, "data.datasets: Field required"),
         ("run.json", {"memory": {"before_gib": 1, "estimate_gib": 1}}, "memory: Value error, An estimate should have "),
         ("by_context.json", {"contexts": 3}, "contexts: Input should be a valid "),

@@ -177,6 +177,22 @@ def evaluation() -> dict[str, Any]:
     return judged | {"examples": [example, example]}
 
 
+# For evaluation.json: a whole set, and one of which little is known.
+SETS = [
+    {
+        "name": "mt-bench",
+        "conversations": 80,
+        "verifications": 900,
+        "acceptance_length": 2.9,
+        "interval": [2.8, 3.0],
+        "mean_acceptance_length": 3.1,
+        "position_acceptance": [0.8, 0.6, 0.4, 0.1],
+        "speed": {"speculative": 150.0, "plain": 100.0},
+    },
+    {"name": "a | b", "conversations": 1, "verifications": 30, "acceptance_length": 2.1, "interval": None},
+]
+
+
 def by_context(lengths: list[float], half: float = 0.1) -> dict[str, Any]:
     """The content of by_context.json; each length has an interval of `half` on both sides."""
     return {
