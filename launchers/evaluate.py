@@ -53,6 +53,7 @@ def main() -> int:
     topology = start_distributed()
     inputs = gather_inputs(find_target(recipe, topology.device, console, make=False), console, judging=True)
     decoding = decoding_of(recipe, Sampling(options.temperature, seed_of(options, recipe)), options.window)
+    tree = tree_of(options, recipe) if options.engine == "sglang" else None
     if options.by_context:
         by_context = judge_contexts(
             inputs,
@@ -63,6 +64,7 @@ def main() -> int:
             per_context=options.per_context or PER_CONTEXT,
             prompts_file=options.prompts,
             decoding=decoding,
+            tree=tree,
         )
         if topology.is_first:
             for line in by_context.lines():
@@ -70,8 +72,8 @@ def main() -> int:
         result = by_context.as_dict() | {"draft": str(draft)} | target_and_texts(inputs, options.prompts)
         lossless = by_context.lossless
     else:
-        if options.engine == "sglang":
-            judgement = judge_served(inputs, draft, tree_of(options, recipe), console, options.prompts, options.window)
+        if tree is not None:
+            judgement = judge_served(inputs, draft, tree, decoding, console, options.prompts)
         else:
             judgement = judge(inputs, None, draft, topology, console, options.prompts, decoding)
         lossless, result = judgement.trained.lossless, judgement.as_dict()
@@ -223,9 +225,11 @@ def check_sampling(options: argparse.Namespace, recipe: Recipe) -> None:
     seed = seed_of(options, recipe)
     if not 0 <= seed < 2**63:
         raise UserError(f"--seed {seed}: use a number from 0 to 2^63 - 1")
-    if options.engine == "sglang" and (options.temperature or options.by_context):
-        name = "--by-context" if options.by_context else f"--temperature {options.temperature:g}"
-        raise UserError(f"{name}: SGLang is judged greedily and on whole prompts only; use --engine transformers")
+    if options.engine == "sglang" and options.temperature:
+        raise UserError(
+            f"--temperature {options.temperature:g}: SGLang is judged greedily only; leave it out, or use --engine "
+            "transformers"
+        )
 
 
 def seed_of(options: argparse.Namespace, recipe: Recipe) -> int:

@@ -1,15 +1,18 @@
 """Acceptance by context length (tokens before an answer): figures with confidence intervals, and tables of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from eagle3.console import Say
+from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.drafter import FULL, Window
-from eagle3.evaluation.speculative import DecodedConversation, SpeculativeResult
+from eagle3.evaluation.speculative import CountedConversation, SpeculativeResult
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -36,15 +39,12 @@ class ContextAcceptance:
     ties: int
 
     @classmethod
-    def over(
-        cls, context: int, decoded: Sequence[DecodedConversation], draft_tokens: int, seed: int
-    ) -> "ContextAcceptance":
+    def over(cls, context: int, decoded: Sequence[CountedConversation], seed: int) -> "ContextAcceptance":
         """Sum up the conversations of one context. seed: for the bootstrap. Raises UserError like
         SpeculativeResult.over."""
-        result = SpeculativeResult.over(decoded, draft_tokens)
-        counts = np.array([[each.yielded, *each.accepted(draft_tokens)] for each in decoded])
-        verified = [len(each.verifications) for each in decoded]
-        intervals = ratio_intervals(counts, np.array(verified), seed)
+        result = SpeculativeResult.over(decoded)
+        counts = np.array([[each.yielded, *each.accepted] for each in decoded])
+        intervals = ratio_intervals(counts, np.array([each.verifications for each in decoded]), seed)
         return cls(
             context=context,
             conversations=result.conversations,
@@ -53,11 +53,19 @@ class ContextAcceptance:
             interval=None if intervals is None else intervals[0].tolist(),
             position_acceptance=result.position_acceptance,
             position_intervals=None if intervals is None else intervals[1:].tolist(),
-            of_each=[(each.yielded, count) for each, count in zip(decoded, verified, strict=True)],
+            of_each=result.of_each,
             compared=result.compared,
             mismatches=result.mismatches,
             ties=result.ties,
         )
+
+
+class DecodedContext(NamedTuple):
+    """The conversations of one context."""
+
+    context: int
+    decoded: Sequence[CountedConversation]
+    missing: str = "no text is of that length"  # why there are none, if there are none
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,30 @@ class ContextJudgement:
     engine: str  # the engine that decoded, and its version
     version: str
     decoding: Decoding
+    # As in DraftTree:
+    topk: int
+    tree_tokens: int
     window: Window = FULL  # the draft's
+
+    @classmethod
+    def over(
+        cls, contexts: Iterable[DecodedContext], engine: str, decoding: Decoding, report: Say, **others
+    ) -> "ContextJudgement":
+        """Sum up each context. One in which nothing was verified is left out, with a line to `report`. engine: also the
+        name of its package. others: the fields from topk on. Raises UserError if no context is left."""
+        measured, left_out = [], []
+        for context, decoded, missing in contexts:
+            if any(each.verifications for each in decoded):
+                measured.append(ContextAcceptance.over(context, decoded, decoding.sampling.seed))
+                continue
+            reason = "the target ends all with their first token" if decoded else missing
+            report(f"context {context:,}: left out, {reason}")
+            left_out.append(context)
+        if not measured:
+            raise UserError(
+                "--by-context: nothing could be measured, see above; use other conversations, or shorter --contexts"
+            )
+        return cls(measured, left_out, engine, version(engine), decoding, **others)
 
     @property
     def lossless(self) -> bool | None:
@@ -85,13 +116,16 @@ class ContextJudgement:
             **asdict(self.decoding.sampling),
             "draft_tokens": self.decoding.draft_tokens,
             "new_tokens": self.decoding.new_tokens,
+            "topk": self.topk,
+            "tree_tokens": self.tree_tokens,
             **self.window._asdict(),
             "contexts": [asdict(each) for each in self.contexts],
             "left_out": self.left_out,
         }
 
     def lines(self) -> list[str]:
-        """Two tables of at most 60 columns (up to 10 draft positions): acceptance lengths, and shares by position."""
+        """Two tables of at most 60 columns (up to 10 draft positions): acceptance lengths, and shares by position. A
+        tree of drafts is named above them."""
         lengths = [
             [
                 f"{each.context:,}",
@@ -110,6 +144,7 @@ class ContextJudgement:
         rule = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
         return [
             f"acceptance length by context ({rule}, {self.decoding.new_tokens} new tokens)",
+            *([f"trees of {self.tree_tokens} tokens, {self.topk} branches a node"] if self.topk > 1 else []),
             *self.window.lines(),
             *_aligned([["context", "conv.", "verified", "length", "95% interval", "output"], *lengths]),
             "accepted by draft position",

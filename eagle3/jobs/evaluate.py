@@ -3,26 +3,28 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from eagle3.console import Console, waiting
+from eagle3.console import Console, counted, waiting
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
-from eagle3.evaluation.by_context import ContextJudgement
+from eagle3.evaluation.by_context import ContextJudgement, DecodedContext
 from eagle3.evaluation.drafter import Window, check_belongs
 from eagle3.evaluation.judge import Judgement, judge_by_context, judge_export
 from eagle3.evaluation.prompts import choose_prompts, longest_prompt, prompt_contexts, read_prompts, sample_contexts
-from eagle3.evaluation.sglang_judge import DraftTree, Logits, judge_by_sglang
+from eagle3.evaluation.sglang_judge import DraftTree, Logits, ServedResult, judge_by_sglang
+from eagle3.evaluation.speculative import SpeculativeResult
 from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.supply import engine_options
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.schema import Recipe
 from eagle3.targets.sglang.draft_check import require_known
-from eagle3.targets.sglang.version import CONTEXT_RESERVE, require_captured
+from eagle3.targets.sglang.version import require_captured
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import DraftVocabulary
 
@@ -88,18 +90,30 @@ def judge_contexts(
     per_context: int,
     prompts_file: Path | None = None,
     decoding: Decoding | None = None,
+    tree: DraftTree | None = None,
 ) -> ContextJudgement:
     """Like `judge`, but by context length, and without printing the result. Contexts come from sample_contexts or, with
-    a prompts_file, from prompt_contexts."""
+    a prompts_file, from prompt_contexts.
+
+    tree: None to decode with transformers; otherwise SGLang decodes greedily, as in `judge_served`
+    """
     decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
-    longest = longest_prompt(most, decoding.new_tokens, decoding.draft_tokens)
+    longest = longest_prompt(most, decoding.new_tokens, decoding.draft_tokens if tree is None else tree.room)
     if prompts_file is None:
         buckets = sample_contexts(inputs.held_out, contexts, per_context, longest)
     else:
         prompts = read_prompts(prompts_file, inputs.tokenizer, inputs.chat_template, longest, choices_of(inputs.recipe))
         buckets = prompt_contexts(prompts, contexts, per_context, longest)
+    if tree is not None:
+        prompts = [prompt for bucket in buckets for prompt in bucket.prompts]
+        console(f"decoding {counted(len(prompts), 'prompt')} of {counted(len(buckets), 'context')} by SGLang")
+        served, window = _serve(inputs, exported, tree, decoding, prompts, console)
+        conversations = iter(served.conversations)
+        decoded = [DecodedContext(context, [*islice(conversations, len(its))]) for context, its in buckets]
+        shape = {"topk": tree.topk, "tree_tokens": tree.tokens}
+        return ContextJudgement.over(decoded, "sglang", decoding, console, **shape, window=window)
     target = target_of(inputs, read_exported(exported), topology, console)
     return judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
 
@@ -120,47 +134,58 @@ def judge_served(
     inputs: Inputs,
     exported: Path,
     tree: DraftTree,
+    decoding: Decoding,
     console: Console,
     prompts_file: Path | None = None,
-    window: int | None = None,
 ) -> Judgement:
-    """Like `judge`, but SGLang decodes: a server with the draft, and one without it."""
-    evaluation, config = inputs.recipe.evaluation, inputs.config
-    draft = read_exported(exported).config
-    check_belongs(draft, exported, config.vocab_size, config.hidden_size)
-    require_known(draft, exported)
-    require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers, config.model_type)
-    room = max(tree.tokens, CONTEXT_RESERVE)
-    prompts = prompts_to_judge(inputs, prompts_file, room)
-    options = engine_options(inputs)
-    if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all memory
-        most = max(map(len, prompts)) + evaluation.new_tokens + room
-        options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
+    """Like `judge`, but SGLang decodes, always greedily: a server with the draft, and one without it."""
+    prompts = prompts_to_judge(inputs, prompts_file, tree.room)
     console(f"decoding {len(prompts)} {'prompts' if prompts_file else 'held-out conversations'} by SGLang")
-    served = judge_by_sglang(
-        exported,
-        options,
-        prompts,
-        tree=tree,
-        new_tokens=evaluation.new_tokens,
-        logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
-        window=window or draft.window,
-        report=console,
-    )
-    windows = Window(window or draft.window, draft.window)
+    served, window = _serve(inputs, exported, tree, decoding, prompts, console)
     judgement = Judgement(
-        served.figures,
+        SpeculativeResult.over(served.conversations),
         None,
         "sglang",
         version("sglang"),
         tree.topk,
         tree.tokens,
-        window=windows,
+        window=window,
         same_load=served.same_load,
     )
     for line in judgement.lines():
         console.result(line)
     return judgement
+
+
+def _serve(
+    inputs: Inputs,
+    exported: Path,
+    tree: DraftTree,
+    decoding: Decoding,
+    prompts: Sequence[Tensor],
+    console: Console,
+) -> tuple[ServedResult, Window]:
+    """Let SGLang decode the prompts (int64 [P]). Returns also the draft's windows. Raises UserError if SGLang does not
+    serve such a draft or target, or a server does not start or answer."""
+    config, draft = inputs.config, read_exported(exported).config
+    check_belongs(draft, exported, config.vocab_size, config.hidden_size)
+    require_known(draft, exported)
+    require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers, config.model_type)
+    window, options = Window(decoding.window or draft.window, draft.window), engine_options(inputs)
+    if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all memory
+        most = max(map(len, prompts)) + decoding.new_tokens + tree.room
+        options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
+    served = judge_by_sglang(
+        exported,
+        options,
+        prompts,
+        tree=tree,
+        new_tokens=decoding.new_tokens,
+        logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
+        window=window.window,
+        report=console,
+    )
+    return served, window
 
 
 def target_of(

@@ -16,7 +16,7 @@ from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
 from eagle3.reporting.markdown import Table, layout_in_words, summary
 from eagle3.reporting.plot import Colour, Plot, Series
-from eagle3.reporting.record import Record, RunRecord, context_rows, number, rule, short, target_name
+from eagle3.reporting.record import Record, RunRecord, context_rows, number, rule, short, target_name, tree
 
 SECTIONS = {  # title -> names of the charts
     "Training": ("total_loss", "accepted", "loss", "acceptance", "learning_rate", "gradient_norm"),
@@ -150,7 +150,7 @@ def _contexts_table(run: RunRecord) -> Table | None:
     positions = max(len(shares) for _, shares in contexts)
     head = ("context", "length", "95% interval", "prompts", "verified", *(f"draft {n + 1}" for n in range(positions)))
     rows = [[*row, *map(number, shares), *["–"] * (positions - len(shares))] for row, shares in contexts]
-    return Table(f"By context, {rule(run.by_context)}", head, rows)
+    return Table(", ".join(filter(None, ("By context", rule(run.by_context), tree(run.by_context)))), head, rows)
 
 
 def _data(run: RunRecord) -> tuple[Table | None, list[str]]:

@@ -19,8 +19,8 @@ from eagle3.evaluation.drafter import check_belongs
 from eagle3.evaluation.export_check import NotInstalled, check_export
 from eagle3.evaluation.judge import Judgement
 from eagle3.evaluation.prompts import read_prompts
-from eagle3.evaluation.sglang_judge import DraftTree, TimedAnswer, count_drafted
-from eagle3.evaluation.speculative import SpeculativeResult
+from eagle3.evaluation.sglang_judge import DraftTree, TimedAnswer, count_conversation
+from eagle3.evaluation.speculative import CountedConversation, SpeculativeResult
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.targets.sglang.version import GreedyAnswer
 
@@ -106,28 +106,38 @@ def test_a_tree_has_what_its_steps_can_open():
             DraftTree.of(steps, topk, tokens)
 
 
-def served(histogram: list[int], tokens: int, stopped: bool) -> TimedAnswer:
-    return TimedAnswer(GreedyAnswer([7] * tokens, stopped, histogram), 1.0)
+def served(histogram: list[int], tokens: int, stopped: bool) -> CountedConversation:
+    answers = [GreedyAnswer([7] * tokens, stopped, its) for its in (histogram, [])]
+    return count_conversation(TimedAnswer(answers[0], 1.0), TimedAnswer(answers[1], 2.0), "identical", steps=3)
 
 
 def test_verifications_are_counted_in_full_up_to_an_eos():
     """Of 8 tokens, 1 comes from the prefill and 7 from verifications. The first answer's last verification reached one
     token too far, the second's ended early."""
     cut, ended = served([1, 0, 1, 1], 8, False), served([1, 0, 0, 2], 8, True)
-    alone = count_drafted([cut], 3)
+    alone = SpeculativeResult.over([cut])
     assert (alone.verifications, alone.yielded, alone.accepted) == (3, 1 + 3 + 4, [2, 2, 1])
-    both = count_drafted([cut, ended], 3)
+    both = SpeculativeResult.over([cut, ended])
     assert (both.verifications, both.yielded, both.accepted) == (6, 8 + 7, [4, 4, 3])
-    assert both.new_tokens == 16 and both.seconds_speculative == 2.0
+    assert both.new_tokens == both.plain_tokens == 16 and both.identical == 2
+    assert (both.seconds_speculative, both.seconds_plain) == (2.0, 4.0)
+    at_once = served([], 1, True)  # the prefill's token is an EOS
+    assert (at_once.verifications, at_once.yielded, at_once.accepted) == (0, 0, [0, 0, 0])
     short = served([3, 0, 0, 0], 4, False)  # none accepted: a third of the verifications, half of the conversations
-    both = count_drafted([cut, short], 3)
+    both = SpeculativeResult.over([cut, short])
     assert both.acceptance_length == (8 + 3) / 6
     assert both.mean_acceptance_length == (8 / 3 + 1) / 2 == both.as_dict()["mean_acceptance_length"]
 
 
+def counts(conversations: int, new_tokens: int, verifications: int, yielded: int, accepted: list[int]):
+    """All but one of the conversations are empty."""
+    one = CountedConversation(new_tokens, verifications, yielded, accepted, "identical", new_tokens, 2.0, 3.0)
+    others = CountedConversation(0, 0, 0, [0] * len(accepted), "identical", 0, 0.0, 0.0)
+    return SpeculativeResult.over([one, *[others] * (conversations - 1)])
+
+
 def test_what_people_read_names_engine_and_speed():
-    result = SpeculativeResult(2, 2, 60, 20, 58, [12, 8], 2, 0, 0, seconds_speculative=2.0, seconds_plain=3.0)
-    judgement = Judgement(result, None, "sglang", "0.5.23", topk=1, tree_tokens=3)
+    judgement = Judgement(counts(2, 60, 20, 58, [12, 8]), None, "sglang", "0.5.23", topk=1, tree_tokens=3)
     lines = judgement.lines()
     assert "30.0 tokens/s, 20.0 without the draft: 1.50 times as fast (by sglang 0.5.23" in lines[-1]
     assert not any("untrained" in line for line in lines)
@@ -142,17 +152,16 @@ def test_what_people_read_names_engine_and_speed():
 @pytest.mark.parametrize(
     ("result", "line"),
     [
-        ((3, 4, 48, 45, 45, [0, 0, 0, 0]), "45 tokens from 45 verifications, and 3 from the prefills: 48 put out"),
+        ((3, 48, 45, 45, [0, 0, 0, 0]), "45 tokens from 45 verifications, and 3 from the prefills: 48 put out"),
         (
-            (24, 4, 1941, 799, 1936, [495, 328, 192, 128]),
+            (24, 1941, 799, 1936, [495, 328, 192, 128]),
             "1,936 tokens from 799 verifications, and 24 from the prefills, less 19 beyond the answers' length: 1,941 "
             "put out",
         ),
     ],
 )
 def test_the_judges_counts_add_up_and_give_the_acceptance_length(result, line):
-    counts = SpeculativeResult(*result, 0, 0, 0, seconds_speculative=1.0, seconds_plain=1.0)
-    lines = Judgement(counts, None, "transformers", "5", topk=1, tree_tokens=5).lines()
+    lines = Judgement(counts(*result), None, "transformers", "5", topk=1, tree_tokens=5).lines()
     assert line in lines
     yielded, verifications, prefills, *less, put_out = [
         int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", line)
