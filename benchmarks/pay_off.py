@@ -199,7 +199,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     for number in range(options.rounds):
         for bucket, drafts in random.Random(number).sample(cells, len(cells)):
             decoded = decode_conversations(target, drafter, bucket.prompts, Decoding(drafts, new_tokens))
-            judged = ContextAcceptance.over(bucket.context, decoded, drafts, seed=0)
+            judged = ContextAcceptance.over(bucket.context, decoded, seed=0)
             found.setdefault((bucket.context, drafts), []).append(judged)
         print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     return {"rows": list(predictions(found, draft.draft_config.window)), "mark": MARK_MEASURED}
@@ -208,12 +208,10 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 def predictions(found: dict[tuple[int, int], list[Any]], window: int | None):
     """Each cell, predicted from the half that it is not in: like a chessboard. Acceptance by draft position is that of
     the longest chain at the same context, as in a judgement by context."""
-    timings = {
-        place: Timing(
-            *(statistics.median(column) for column in zip(*(astuple(each.timing) for each in judged), strict=True))
-        )
-        for place, judged in found.items()
-    }
+    timings = {}
+    for place, judged in found.items():
+        rounds = zip(*(astuple(each.timing) for each in judged), strict=True)
+        timings[place] = Timing(*map(statistics.median, rounds))
     colour = {
         (context, drafts): (CONTEXTS.index(context) + DRAFT_TOKENS.index(drafts)) % 2 for context, drafts in timings
     }

@@ -55,6 +55,7 @@ def main() -> int:
     inputs = gather_inputs(find_target(recipe, topology.device, console, make=False), console, judging=True)
     files, seed = prompt_files(options.prompts), seed_of(options, recipe)
     decoding = decoding_of(recipe, Sampling(options.temperature, seed), options.window)
+    tree = tree_of(options, recipe) if options.engine == "sglang" else None
     if options.by_context:
         by_context = judge_contexts(
             inputs,
@@ -66,6 +67,7 @@ def main() -> int:
             gpu=options.gpu,
             files=files,
             decoding=decoding,
+            tree=tree,
         )
         if topology.is_first:
             for line in by_context.lines():
@@ -73,9 +75,8 @@ def main() -> int:
         result = by_context.as_dict() | {"draft": str(draft)} | target_and_texts(inputs, files)
         lossless = by_context.lossless
     else:
-        if options.engine == "sglang":
-            tree = tree_of(options, recipe)
-            judgement = judge_served(inputs, draft, tree, console, files, options.window, seed)
+        if tree is not None:
+            judgement = judge_served(inputs, draft, tree, decoding, console, files)
         else:
             judgement = judge(inputs, None, draft, topology, console, files, decoding)
         if topology.is_first:
@@ -237,9 +238,11 @@ def check_sampling(options: argparse.Namespace, recipe: Recipe) -> None:
     seed = seed_of(options, recipe)
     if not 0 <= seed < 2**63:
         raise UserError(f"--seed {seed}: use a number from 0 to 2^63 - 1")
-    if options.engine == "sglang" and (options.temperature or options.by_context):
-        name = "--by-context" if options.by_context else f"--temperature {options.temperature:g}"
-        raise UserError(f"{name}: SGLang is judged greedily and on whole prompts only; use --engine transformers")
+    if options.engine == "sglang" and options.temperature:
+        raise UserError(
+            f"--temperature {options.temperature:g}: SGLang is judged greedily only; leave it out, or use --engine "
+            "transformers"
+        )
 
 
 def seed_of(options: argparse.Namespace, recipe: Recipe) -> int:

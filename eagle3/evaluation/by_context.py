@@ -1,16 +1,18 @@
 """Acceptance by context length (tokens before an answer): figures with confidence intervals, and tables of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from eagle3.console import aligned
+from eagle3.console import Say, aligned
+from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.drafter import FULL, Window
-from eagle3.evaluation.speculative import DecodedConversation, SpeculativeResult
+from eagle3.evaluation.speculative import CountedConversation, SpeculativeResult
 from eagle3.planning.costs import Timing
 from eagle3.planning.payoff import PayOff
 
@@ -40,15 +42,12 @@ class ContextAcceptance:
     timing: Timing | None = field(default=None, compare=False)  # None if nothing was timed
 
     @classmethod
-    def over(
-        cls, context: int, decoded: Sequence[DecodedConversation], draft_tokens: int, seed: int
-    ) -> "ContextAcceptance":
+    def over(cls, context: int, decoded: Sequence[CountedConversation], seed: int) -> "ContextAcceptance":
         """Sum up the conversations of one context. seed: for the bootstrap. Raises UserError like
         SpeculativeResult.over."""
-        result = SpeculativeResult.over(decoded, draft_tokens)
-        counts = np.array([[each.yielded, *each.accepted(draft_tokens)] for each in decoded])
-        verified = [len(each.verifications) for each in decoded]
-        intervals = ratio_intervals(counts, np.array(verified), seed)
+        result = SpeculativeResult.over(decoded)
+        counts = np.array([[each.yielded, *each.accepted] for each in decoded])
+        intervals = ratio_intervals(counts, np.array([each.verifications for each in decoded]), seed)
         return cls(
             context=context,
             conversations=result.conversations,
@@ -57,24 +56,20 @@ class ContextAcceptance:
             interval=None if intervals is None else intervals[0].tolist(),
             position_acceptance=result.position_acceptance,
             position_intervals=None if intervals is None else intervals[1:].tolist(),
-            of_each=[(each.yielded, count) for each, count in zip(decoded, verified, strict=True)],
+            of_each=result.of_each,
             compared=result.compared,
             mismatches=result.mismatches,
             ties=result.ties,
-            timing=timing_of(decoded, draft_tokens),
+            timing=Timing.pooled([each.timing for each in decoded if each.timing]),
         )
 
 
-def timing_of(decoded: Sequence[DecodedConversation], draft_tokens: int) -> Timing | None:
-    """Mean times over conversations, each round and each plain token counting alike; None if one of them was not
-    measured."""
-    rounds = sum(len(each.verifications) for each in decoded)
-    steps = sum(each.plain_tokens - 1 for each in decoded)
-    if not rounds or not steps:
-        return None
-    before = sum(len(each.verifications) * (each.prompt + len(each.output.tokens) / 2) for each in decoded)
-    phases = (sum(column) / rounds for column in zip(*(each.output.seconds for each in decoded), strict=True))
-    return Timing(before / rounds, draft_tokens, *phases, plain=sum(each.plain_seconds for each in decoded) / steps)
+class DecodedContext(NamedTuple):
+    """The conversations of one context."""
+
+    context: int
+    decoded: Sequence[CountedConversation]
+    missing: str = "no text is of that length"  # why there are none, if there are none
 
 
 @dataclass(frozen=True)
@@ -86,6 +81,9 @@ class ContextJudgement:
     engine: str  # the engine that decoded, and its version
     version: str
     decoding: Decoding
+    # As in DraftTree:
+    topk: int
+    tree_tokens: int
     window: Window = FULL  # the draft's
     pay_offs: Sequence[PayOff] = field(default=(), compare=False)  # by measured costs and by estimated ones
 
@@ -93,6 +91,26 @@ class ContextJudgement:
     def shares(self) -> dict[int, list[float]]:
         """For each context, the share of verifications that accepted all of the drafts 0..i, for each i."""
         return {each.context: each.position_acceptance for each in self.contexts}
+
+    @classmethod
+    def over(
+        cls, contexts: Iterable[DecodedContext], engine: str, decoding: Decoding, report: Say, **others
+    ) -> "ContextJudgement":
+        """Sum up each context. One in which nothing was verified is left out, with a line to `report`. engine: also the
+        name of its package. others: the fields from topk on. Raises UserError if no context is left."""
+        measured, left_out = [], []
+        for context, decoded, missing in contexts:
+            if any(each.verifications for each in decoded):
+                measured.append(ContextAcceptance.over(context, decoded, decoding.sampling.seed))
+                continue
+            reason = "the target ends all with their first token" if decoded else missing
+            report(f"context {context:,}: left out, {reason}")
+            left_out.append(context)
+        if not measured:
+            raise UserError(
+                "--by-context: nothing could be measured, see above; use other conversations, or shorter --contexts"
+            )
+        return cls(measured, left_out, engine, version(engine), decoding, **others)
 
     @property
     def lossless(self) -> bool | None:
@@ -108,6 +126,8 @@ class ContextJudgement:
             **asdict(self.decoding.sampling),
             "draft_tokens": self.decoding.draft_tokens,
             "new_tokens": self.decoding.new_tokens,
+            "topk": self.topk,
+            "tree_tokens": self.tree_tokens,
             **self.window._asdict(),
             "contexts": [asdict(each) for each in self.contexts],
             "left_out": self.left_out,
@@ -115,7 +135,8 @@ class ContextJudgement:
         }
 
     def lines(self) -> list[str]:
-        """Two tables of at most 60 columns (up to 10 draft positions): acceptance lengths, and shares by position."""
+        """Two tables of at most 60 columns (up to 10 draft positions): acceptance lengths, and shares by position. A
+        tree of drafts is named above them."""
         lengths = [
             [
                 f"{each.context:,}",
@@ -134,6 +155,7 @@ class ContextJudgement:
         rule = "greedy" if sampling.greedy else f"temperature {sampling.temperature:g}"
         return [
             f"acceptance length by context ({rule}, {self.decoding.new_tokens} new tokens)",
+            *([f"trees of {self.tree_tokens} tokens, {self.topk} branches a node"] if self.topk > 1 else []),
             *self.window.lines(),
             *aligned([["context", "conv.", "verified", "length", "95% interval", "output"], *lengths]),
             "accepted by draft position",

@@ -1,35 +1,31 @@
 """Acceptance by prompt set: benchmarks that are judged together, each with its own figures and intervals."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from eagle3.console import Say, Warned, aligned
 from eagle3.errors import UserError
 from eagle3.evaluation.by_context import output_in_a_word, ratio_intervals
-from eagle3.evaluation.speculative import SpeculativeResult
-
-Decoded = TypeVar("Decoded")
+from eagle3.evaluation.speculative import CountedConversation, SpeculativeResult
 
 
 def over_sets(
     sizes: Mapping[str, int],
-    decoded: Sequence[Decoded],
-    over: Callable[[Sequence[Decoded]], SpeculativeResult],
+    decoded: Sequence[CountedConversation],
     report: Say,
 ) -> dict[str, SpeculativeResult]:
     """The figures of each prompt set, by its name. A set in which nothing was verified is left out, with a warning to
     `report`.
 
     sizes: number of conversations of each set, in the order of `decoded`
-    over: sums up conversations; raises UserError if nothing was verified
     """
     rest, figures = iter(decoded), {}
     for name, size in sizes.items():
         try:
-            figures[name] = over(list(islice(rest, size)))
+            figures[name] = SpeculativeResult.over(list(islice(rest, size)))
         except UserError:
             ended = "the target ends all its conversations with their first token"
             report(Warned(f"prompt set {name}: left out, {ended}; use other prompts"))

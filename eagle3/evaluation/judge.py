@@ -1,6 +1,6 @@
 """Judge an exported draft with transformers: on prompts, compared with an untrained draft, or by context length."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -14,9 +14,9 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3.console import Say, counted
 from eagle3.draft.config import read_draft_config
-from eagle3.errors import UserError, first_sentence
+from eagle3.errors import first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
-from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement
+from eagle3.evaluation.by_context import ContextJudgement, DecodedContext
 from eagle3.evaluation.by_set import over_sets, set_lines, set_records
 from eagle3.evaluation.drafter import FULL, LoadedDraft, Window, load_draft, untrained_draft
 from eagle3.evaluation.prompts import ContextPrompts
@@ -70,12 +70,12 @@ class Judgement:
 
     def lines(self) -> list[str]:
         """The result in words, line by line."""
-        trained, speed, mean = self.trained, self.trained.speed, self.trained.mean_acceptance_length
+        trained, speed = self.trained, self.trained.speed
         positions = " ".join(f"{share:.2f}" for share in trained.position_acceptance)
         return [
             f"acceptance length {trained.acceptance_length:.2f} (tokens per verification: accepted drafts and the "
             "target's own)",
-            *([f"mean over conversations {mean:.2f} (as papers average)"] if mean is not None else []),
+            f"mean over conversations {trained.mean_acceptance_length:.2f} (as papers average)",
             *self.window.lines(),
             *([f"untrained draft: acceptance length {self.untrained.acceptance_length:.2f}"] if self.untrained else []),
             f"accepted by draft position 1..{trained.draft_tokens}: {positions}",
@@ -136,8 +136,7 @@ def judge_export(
     """
     (draft, d2t, _), window = _load(exported, target, groups, decoding.window)
     decoded = decode_conversations(target, chain_drafter(target, draft, d2t), prompts, decoding, report=report)
-    over = partial(SpeculativeResult.over, draft_tokens=decoding.draft_tokens)
-    trained = over(decoded)
+    trained = SpeculativeResult.over(decoded)
     weights = target.weights()
     fresh = untrained_draft(
         draft.draft_config,
@@ -154,7 +153,7 @@ def judge_export(
     return Judgement(
         trained,
         # None if the target ends all of these few conversations with their first token.
-        over(untrained) if any(one.verifications for one in untrained) else None,
+        SpeculativeResult.over(untrained) if any(one.verifications for one in untrained) else None,
         "transformers",
         version("transformers"),
         topk=1,
@@ -162,7 +161,7 @@ def judge_export(
         sampling=decoding.sampling,
         examples=example_texts(decoded, prompts, tokenizer),
         window=window,
-        sets=over_sets(sets or {}, decoded, over, report),
+        sets=over_sets(sets or {}, decoded, report),
     )
 
 
@@ -188,7 +187,7 @@ def example_texts(
                     else [tokenizer.decode([token]) for token in verified.drafts[verified.accepted :]],
                     "own": None if verified.own is None else tokenizer.decode([verified.own]),
                 }
-                for verified in each.verifications
+                for verified in each.output.verifications
             ],
         }
         for each, prompt in zip(decoded[:EXAMPLES], prompts[:EXAMPLES], strict=True)
@@ -209,27 +208,21 @@ def judge_by_context(
     its conversations with their first token. Raises UserError like `judge_export`, and if no bucket is left.
     """
     (draft, d2t, _), window = _load(exported, target, groups, decoding.window)
-    drafter = chain_drafter(target, draft, d2t)
-    contexts, left_out = [], []
-    for context, prompts in buckets:
-        label, reason, decoded = f"context {context:,}", "no text is of that length", []
-        if prompts:
-            report(f"{label}: {counted(len(prompts), 'prompt')}")
-            reason = "the target ends all with their first token"
-            try:
-                decoded = decode_conversations(target, drafter, prompts, decoding, task=label, report=report)
-            except torch.OutOfMemoryError as error:  # keep what has been measured so far
-                reason = f"out of memory ({first_sentence(error)})"
-        if any(each.verifications for each in decoded):
-            contexts.append(ContextAcceptance.over(context, decoded, decoding.draft_tokens, decoding.sampling.seed))
-            continue
-        report(f"{label}: left out, {reason}")
-        left_out.append(context)
-    if not contexts:
-        raise UserError(
-            "--by-context: nothing could be measured, see above; use other conversations, or shorter --contexts"
-        )
-    judgement = ContextJudgement(contexts, left_out, "transformers", version("transformers"), decoding, window)
+    decode = partial(decode_conversations, target, chain_drafter(target, draft, d2t), decoding=decoding, report=report)
+
+    def decoded() -> Iterator[DecodedContext]:
+        for context, prompts in buckets:
+            label, bucket = f"context {context:,}", DecodedContext(context, [])
+            if prompts:
+                report(f"{label}: {counted(len(prompts), 'prompt')}")
+                try:
+                    bucket = DecodedContext(context, decode(prompts, task=label))
+                except torch.OutOfMemoryError as error:  # keep what has been measured so far
+                    bucket = DecodedContext(context, [], f"out of memory ({first_sentence(error)})")
+            yield bucket
+
+    chain = {"topk": 1, "tree_tokens": decoding.draft_tokens + 1}
+    judgement = ContextJudgement.over(decoded(), "transformers", decoding, report, **chain, window=window)
     return replace(judgement, pay_offs=measured_pay_off(judgement, target.device))
 
 

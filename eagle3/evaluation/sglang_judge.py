@@ -1,6 +1,6 @@
 """Judge a draft with SGLang: real servers decode prompts greedily, one with the exported draft and one without.
 
-The figures mean the same as in eagle3/evaluation/speculative.py. This is how SGLang counts (0.5.23,
+The counts mean the same as in eagle3/evaluation/speculative.py. This is how SGLang counts (0.5.23,
 batch_result_processor.py and tokenizer_manager.py), and what follows from it:
 
 - The first token comes from the prefill and belongs to no verification, as in speculative.py.
@@ -18,12 +18,10 @@ One conversation is decoded at a time, so tokens per second are those of a singl
 fit, and decode each conversation one after the other, so that a load that comes and goes slows both alike.
 """
 
-import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +30,7 @@ from torch import Tensor
 
 from eagle3.console import Progress, Warned
 from eagle3.errors import UserError
-from eagle3.evaluation.by_set import over_sets
-from eagle3.evaluation.speculative import SpeculativeResult, Verdict, first_difference, tie_resolution
+from eagle3.evaluation.speculative import CountedConversation, Verdict, first_difference, tie_resolution
 from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
 from eagle3.targets.sglang.version import (
@@ -84,18 +81,15 @@ class DraftTree(NamedTuple):
             )
         return cls(steps, topk, tokens)
 
+    @property
+    def room(self) -> int:
+        """Tokens of the target's context that prompt and answer must leave free."""
+        return max(self.tokens, CONTEXT_RESERVE)
+
 
 class TimedAnswer(NamedTuple):
     answer: GreedyAnswer
     seconds: float
-
-
-class ServedConversation(NamedTuple):
-    """One conversation, decoded by the server with the draft and by the one without."""
-
-    speculative: TimedAnswer
-    plain: TimedAnswer
-    verdict: Verdict
 
 
 class Logits(NamedTuple):
@@ -108,8 +102,7 @@ class Logits(NamedTuple):
 
 
 class ServedResult(NamedTuple):
-    figures: SpeculativeResult
-    sets: dict[str, SpeculativeResult]  # the figures of each prompt set, by name
+    conversations: list[CountedConversation]  # one for each prompt
     same_load: bool  # whether both servers ran at once, so that their speeds can be compared on a busy machine, too
 
 
@@ -123,20 +116,18 @@ def judge_by_sglang(
     logits: Logits,
     window: int | None,
     report: Callable[[str], None],
-    sets: Mapping[str, int] | None = None,
 ) -> ServedResult:
     """Decode all prompts (int64 [P]) with a server that has the draft in folder `exported` and with one without: with
     both in turn or, if they do not fit side by side, with one after the other.
 
     window: keys that a query of the draft sees; None for all
-    sets: number of prompts of each prompt set, by name, in the prompts' order
 
     Raises UserError if a server does not start or answer.
     """
     attention = [] if torch.cuda.is_available() or options.attention else cpu_attention_flags()
     plain_flags = [*decoding_flags(), *attention]
     draft_flags = [*plain_flags, *speculative_flags(str(exported), *tree, window)]
-    room = max(map(len, prompts)) + new_tokens + max(tree.tokens, CONTEXT_RESERVE)
+    room = max(map(len, prompts)) + new_tokens + tree.room
     with ExitStack() as stack:
         servers = stack.enter_context(side_by_side(options, (draft_flags, plain_flags), room, report))
         if servers:
@@ -147,17 +138,21 @@ def judge_by_sglang(
                 (speculative,) = decode_in_turn([server], prompts, new_tokens, report)
             plain_server = stack.enter_context(_start("without", options, plain_flags, report))
             (plain,) = decode_in_turn([plain_server], prompts, new_tokens, report)
-        served = [
-            ServedConversation(
-                one, other, compare_by_server(plain_server, prompt, one.answer.tokens, other.answer.tokens, logits)
+        conversations = [
+            count_conversation(
+                one,
+                other,
+                compare_by_server(plain_server, prompt, one.answer.tokens, other.answer.tokens, logits),
+                tree.steps,
             )
             for prompt, one, other in zip(prompts, speculative, plain, strict=True)
         ]
-    for number, each in enumerate(served, start=1):
+    for number, (prompt, each) in enumerate(zip(prompts, conversations, strict=True), start=1):
         if each.verdict == "mismatch":
-            report(Warned(f"SGLang: conversation {number} differs from plain decoding"))
-    over = partial(count_served, steps=tree.steps)
-    return ServedResult(over(served), over_sets(sets or {}, served, over, report), same_load=bool(servers))
+            report(
+                Warned(f"SGLang: conversation {number} (prompt of {len(prompt):,} tokens) differs from plain decoding")
+            )
+    return ServedResult(conversations, same_load=bool(servers))
 
 
 @contextmanager
@@ -231,52 +226,24 @@ def decode_in_turn(
     return answers
 
 
-def count_served(served: Sequence[ServedConversation], steps: int) -> SpeculativeResult:
-    """Compute all figures. Raises UserError if nothing was verified."""
-    verdicts = [each.verdict for each in served]
-    return replace(
-        count_drafted([each.speculative for each in served], steps),
-        identical=verdicts.count("identical"),
-        ties=verdicts.count("tie"),
-        mismatches=verdicts.count("mismatch"),
-        seconds_plain=sum(each.plain.seconds for each in served),
-    )
-
-
-def count_drafted(answers: Sequence[TimedAnswer], steps: int) -> SpeculativeResult:
-    """Compute the figures that come from the server with the draft (the module docstring says how it counts). Other
-    figures are 0. Raises UserError if nothing was verified."""
-    histograms = [each.answer.histogram for each in answers]
-    most = max(map(len, histograms))
-    assert most <= steps + 1, f"SGLang accepted {most - 1} drafts at once, drafted were {steps}"
-    histogram = [sum(counts) for counts in itertools.zip_longest(*histograms, fillvalue=0)]
-    if not sum(histogram):
-        raise UserError(
-            f"evaluation: the target ends all {len(answers)} conversations with their first token, so nothing can be "
-            "measured; use other conversations"
-        )
-    return SpeculativeResult(
-        conversations=len(answers),
-        draft_tokens=steps,
-        new_tokens=sum(len(each.answer.tokens) for each in answers),
+def count_conversation(drafted: TimedAnswer, plain: TimedAnswer, verdict: Verdict, steps: int) -> CountedConversation:
+    """Count a conversation, as the module docstring says. drafted, plain: what the servers with and without the draft
+    answered. steps: most drafts that a verification can accept."""
+    histogram, tokens = drafted.answer.histogram, drafted.answer.tokens
+    assert len(histogram) <= steps + 1, f"SGLang accepted {len(histogram) - 1} drafts at once, drafted were {steps}"
+    yielded = sum(number * (accepted + 1) for accepted, number in enumerate(histogram))
+    new = len(tokens) - 1  # the first is the prefill's
+    assert yielded >= new, f"SGLang counts {yielded} tokens of verifications where it puts out {new}"
+    return CountedConversation(
+        new_tokens=len(tokens),
         verifications=sum(histogram),
-        yielded=sum(_yielded(each.answer) for each in answers),
+        yielded=new if drafted.answer.stopped else yielded,
         accepted=[sum(histogram[depth + 1 :]) for depth in range(steps)],
-        identical=0,
-        ties=0,
-        mismatches=0,
-        seconds_speculative=sum(each.seconds for each in answers),
-        seconds_plain=0.0,
-        of_each=[(_yielded(each.answer), sum(each.answer.histogram)) for each in answers],
+        verdict=verdict,
+        plain_tokens=len(plain.answer.tokens),
+        seconds_speculative=drafted.seconds,
+        seconds_plain=plain.seconds,
     )
-
-
-def _yielded(answer: GreedyAnswer) -> int:
-    """Tokens that the verifications added, up to the first EOS."""
-    total = sum(count * (accepted + 1) for accepted, count in enumerate(answer.histogram))
-    new_tokens = len(answer.tokens) - 1  # the first is the prefill's
-    assert total >= new_tokens, f"SGLang counts {total} tokens of verifications where it puts out {new_tokens}"
-    return new_tokens if answer.stopped else total
 
 
 def compare_by_server(

@@ -8,7 +8,7 @@ import itertools
 import os.path
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Greedy, Verification
 from eagle3.evaluation.drafter import ChainDrafter, Drafter, NewDrafter
+from eagle3.planning.costs import Timing
 from eagle3.targets.transformers import TransformersTarget
 
 CANDIDATES = 8  # how many of the best logits plain decoding keeps per position, to tell a tie from a mismatch
@@ -34,10 +35,6 @@ class Phases(NamedTuple):
     extending: float = 0.0  # the draft reads what was verified
     proposing: float = 0.0  # the draft's chains
     verifying: float = 0.0
-
-    @property
-    def total(self) -> float:
-        return sum(self)
 
 
 class Speed(NamedTuple):
@@ -236,31 +233,41 @@ def _aux(captured: dict[int, Tensor], target: TransformersTarget) -> Tensor:
 # Many conversations --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DecodedConversation:
-    """One conversation decoded speculatively and plainly."""
+@dataclass(frozen=True, kw_only=True)
+class CountedConversation:
+    """What is counted of a conversation that an engine decoded speculatively and plainly."""
 
-    output: SpeculativeOutput
-    verdict: Verdict | None  # how the two compare (see `compare`); None if both are sampled
+    new_tokens: int  # tokens in the output
+    verifications: int
+    yielded: int  # tokens that the verifications added, before the output was cut to length
+    accepted: list[int]  # accepted[i]: verifications that accepted all of the drafts 0..i, for each draft position
+    verdict: Verdict | None  # how the two outputs compare (see `compare`); None if both are sampled
     plain_tokens: int  # new tokens of plain decoding
     # Seconds of decoding, prefill included:
     seconds_speculative: float
     seconds_plain: float
-    prompt: int = 0  # number of its tokens
-    plain_seconds: float = 0.0  # of plain decoding after the prefill, as `Laps` measures them
+    timing: Timing | None = None  # None if the engine does not say, or nothing was verified
 
-    @property
-    def verifications(self) -> list[Verification]:
-        return self.output.verifications
 
-    @property
-    def yielded(self) -> int:
-        """Tokens that the verifications added, before the output was cut to length."""
-        return sum(len(each.tokens) for each in self.verifications)
+@dataclass(frozen=True, kw_only=True)
+class DecodedConversation(CountedConversation):
+    """One that transformers decoded, with what it put out."""
 
-    def accepted(self, draft_tokens: int) -> list[int]:
-        """For each i < draft_tokens: how many verifications accepted all of the drafts 0..i."""
-        return [sum(each.accepted > i for each in self.verifications) for i in range(draft_tokens)]
+    output: SpeculativeOutput
+
+    @classmethod
+    def of(cls, output: SpeculativeOutput, draft_tokens: int, **others) -> "DecodedConversation":
+        """Count the verifications of `output`, which had `draft_tokens` drafts each. others: the fields from verdict
+        on."""
+        verifications = output.verifications
+        return cls(
+            new_tokens=len(output.tokens),
+            verifications=len(verifications),
+            yielded=sum(len(each.tokens) for each in verifications),
+            accepted=[sum(each.accepted > i for each in verifications) for i in range(draft_tokens)],
+            output=output,
+            **others,
+        )
 
 
 @dataclass(frozen=True)
@@ -280,29 +287,29 @@ class SpeculativeResult:
     # Seconds of decoding, prefill included:
     seconds_speculative: float
     seconds_plain: float
-    compared: bool = True  # False if sampled: two samples of a distribution cannot be compared token by token
-    plain_tokens: int | None = None  # new tokens of plain decoding; None if as many as new_tokens
-    # Each conversation's share of `yielded`, and of `verifications`:
-    of_each: list[tuple[int, int]] = field(default_factory=list)
+    compared: bool  # False if sampled: two samples of a distribution cannot be compared token by token
+    plain_tokens: int  # new tokens of plain decoding
+    of_each: list[tuple[int, int]]  # each conversation's share of `yielded`, and of `verifications`
 
     @classmethod
-    def over(cls, decoded: Sequence[DecodedConversation], draft_tokens: int) -> "SpeculativeResult":
+    def over(cls, decoded: Sequence[CountedConversation]) -> "SpeculativeResult":
         """Sum up the conversations. Raises UserError if every conversation ends with its first token, because then
         nothing was verified."""
-        verifications = sum(len(each.verifications) for each in decoded)
+        verifications = sum(each.verifications for each in decoded)
         if not verifications:
             raise UserError(
                 f"evaluation: the target ends all {len(decoded)} conversations with their first token, so nothing can "
                 "be measured; use other conversations, or set evaluation.conversations=0"
             )
         verdicts = [each.verdict for each in decoded]
+        accepted = [sum(column) for column in zip(*(each.accepted for each in decoded), strict=True)]
         return cls(
             conversations=len(decoded),
-            draft_tokens=draft_tokens,
-            new_tokens=sum(len(each.output.tokens) for each in decoded),
+            draft_tokens=len(accepted),
+            new_tokens=sum(each.new_tokens for each in decoded),
             verifications=verifications,
             yielded=sum(each.yielded for each in decoded),
-            accepted=[sum(column) for column in zip(*(each.accepted(draft_tokens) for each in decoded), strict=True)],
+            accepted=accepted,
             identical=verdicts.count("identical"),
             ties=verdicts.count("tie"),
             mismatches=verdicts.count("mismatch"),
@@ -310,7 +317,7 @@ class SpeculativeResult:
             seconds_plain=sum(each.seconds_plain for each in decoded),
             compared=None not in verdicts,
             plain_tokens=sum(each.plain_tokens for each in decoded),
-            of_each=[(each.yielded, len(each.verifications)) for each in decoded],
+            of_each=[(each.yielded, each.verifications) for each in decoded],
         )
 
     @property
@@ -319,11 +326,11 @@ class SpeculativeResult:
         return self.yielded / self.verifications
 
     @property
-    def mean_acceptance_length(self) -> float | None:
-        """The mean of the conversations' own acceptance lengths, as papers average; None if they are not known. Engines
-        count every verification once, as `acceptance_length` does, so that a long answer weighs more."""
+    def mean_acceptance_length(self) -> float:
+        """The mean of the conversations' own acceptance lengths, as papers average. Engines count every verification
+        once, as `acceptance_length` does, so that a long answer weighs more."""
         lengths = [yielded / verifications for yielded, verifications in self.of_each if verifications]
-        return sum(lengths) / len(lengths) if lengths else None
+        return sum(lengths) / len(lengths)
 
     @property
     def position_acceptance(self) -> list[float]:
@@ -353,6 +360,17 @@ class SpeculativeResult:
             "conditional_acceptance": self.conditional_acceptance,
             "lossless": self.lossless,
         }
+
+
+def timing_of(
+    prompt: int, draft_tokens: int, output: SpeculativeOutput, plain: PlainTokens | PlainOutput
+) -> Timing | None:
+    """Mean times of a conversation after a prompt of so many tokens; None without a round, or a plain step."""
+    rounds, steps = len(output.verifications), len(plain.tokens) - 1
+    if not rounds or not steps:
+        return None
+    context = prompt + len(output.tokens) / 2
+    return Timing(rounds, context, draft_tokens, *(phase / rounds for phase in output.seconds), plain.seconds / steps)
 
 
 def chain_drafter(target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor) -> NewDrafter:
@@ -400,20 +418,20 @@ def decode_conversations(
         else:
             plain = plain_sampled(target, prompt, plain_rule, new_tokens=new_tokens)
         decoded.append(
-            DecodedConversation(
+            DecodedConversation.of(
                 output,
-                verdict,
-                len(plain.tokens),
-                middle - start,
-                time.perf_counter() - begin,
-                len(prompt),
-                plain.seconds,
+                draft_tokens,
+                timing=timing_of(len(prompt), draft_tokens, output, plain),
+                verdict=verdict,
+                plain_tokens=len(plain.tokens),
+                seconds_speculative=middle - start,
+                seconds_plain=time.perf_counter() - begin,
             )
         )
         if verdict == "mismatch":
             _, place = first_difference(output.tokens, plain.tokens)
             report(Warned(f"{task}: conversation {number} differs from plain decoding at new token {place}"))
-        length = sum(each.yielded for each in decoded) / max(1, sum(len(each.verifications) for each in decoded))
+        length = sum(each.yielded for each in decoded) / max(1, sum(each.verifications for each in decoded))
         progress.at(number, extra=f"acceptance length {length:.2f}")
     return decoded
 

@@ -137,7 +137,7 @@ def _write(
         Answered(torch.cat((prompt, torch.tensor(each.output.tokens))), len(prompt))
         for prompt, each in zip(prompts, decoded, strict=True)
     ]
-    return SpeculativeResult.over(decoded, evaluation.draft_tokens), _read(target, answers)
+    return SpeculativeResult.over(decoded), _read(target, answers)
 
 
 def _answers(

@@ -3,22 +3,31 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from eagle3.console import Console, waiting
+from eagle3.console import Console, counted, waiting
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
-from eagle3.evaluation.by_context import ContextJudgement
+from eagle3.evaluation.by_context import ContextJudgement, DecodedContext
+from eagle3.evaluation.by_set import over_sets
 from eagle3.evaluation.drafter import Window, check_belongs
 from eagle3.evaluation.judge import Judgement, judge_by_context, judge_export
-from eagle3.evaluation.prompts import choose_prompts, longest_prompt, prompt_contexts, read_prompts, sample_contexts
-from eagle3.evaluation.sglang_judge import DraftTree, Logits, judge_by_sglang
+from eagle3.evaluation.prompts import (
+    ContextPrompts,
+    choose_prompts,
+    longest_prompt,
+    prompt_contexts,
+    read_prompts,
+    sample_contexts,
+)
+from eagle3.evaluation.sglang_judge import DraftTree, Logits, ServedResult, judge_by_sglang
+from eagle3.evaluation.speculative import SpeculativeResult
 from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.supply import engine_options
 from eagle3.parallel.topology import Topology
@@ -28,7 +37,7 @@ from eagle3.planning.sheet import ServedTarget, SheetCosts
 from eagle3.recipe.schema import Recipe
 from eagle3.targets.facts import read_facts
 from eagle3.targets.sglang.draft_check import require_known
-from eagle3.targets.sglang.version import CONTEXT_RESERVE, require_captured
+from eagle3.targets.sglang.version import require_captured
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import DraftVocabulary
 
@@ -97,24 +106,51 @@ def judge_contexts(
     gpu: str = DEFAULT_GPU,
     files: Mapping[str, Path] | None = None,
     decoding: Decoding | None = None,
+    tree: DraftTree | None = None,
 ) -> ContextJudgement:
     """Like `judge`, but by context length, and without printing the result. Contexts come from sample_contexts or, with
-    files, from prompt_contexts, over the prompts of all sets. gpu: a name in planning/gpus.py, for the estimate of what
-    the draft is worth."""
+    files, from prompt_contexts, over the prompts of all sets.
+
+    gpu: a name in planning/gpus.py, for the estimate of what the draft is worth
+    tree: None to decode with transformers; otherwise SGLang decodes greedily, as in `judge_served`
+    """
     decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
-    longest = longest_prompt(most, decoding.new_tokens, decoding.draft_tokens)
+    room = decoding.draft_tokens if tree is None else tree.room
+    longest = longest_prompt(most, decoding.new_tokens, room)
     if not files:
         buckets = sample_contexts(inputs.held_out, contexts, per_context, longest)
     else:
-        prompts, _ = prompts_to_judge(inputs, files, decoding.draft_tokens)
+        prompts, _ = prompts_to_judge(inputs, files, room)
         buckets = prompt_contexts(prompts, contexts, per_context, longest)
     draft = read_exported(exported)
-    target = target_of(inputs, draft, topology, console)
-    judgement = judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
+    if tree is None:
+        target = target_of(inputs, draft, topology, console)
+        judgement = judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
+    else:
+        judgement = _serve_contexts(inputs, exported, tree, decoding, buckets, console)
+    if judgement.topk > 1:  # what other trees accept does not follow from one
+        return judgement
     estimated = estimated_pay_off(inputs, draft.config, judgement, gpu)
     return replace(judgement, pay_offs=[*judgement.pay_offs, estimated])
+
+
+def _serve_contexts(
+    inputs: Inputs,
+    exported: Path,
+    tree: DraftTree,
+    decoding: Decoding,
+    buckets: Sequence[ContextPrompts],
+    console: Console,
+) -> ContextJudgement:
+    prompts = [prompt for bucket in buckets for prompt in bucket.prompts]
+    console(f"decoding {counted(len(prompts), 'prompt')} of {counted(len(buckets), 'context')} by SGLang")
+    served, window = _serve(inputs, exported, tree, decoding, prompts, console)
+    conversations = iter(served.conversations)
+    decoded = [DecodedContext(context, [*islice(conversations, len(its))]) for context, its in buckets]
+    shape = {"topk": tree.topk, "tree_tokens": tree.tokens}
+    return ContextJudgement.over(decoded, "sglang", decoding, console, **shape, window=window)
 
 
 def estimated_pay_off(known: KnownTarget, draft: DraftConfig, judgement: ContextJudgement, gpu: str) -> PayOff:
@@ -144,52 +180,60 @@ def judge_served(
     inputs: Inputs,
     exported: Path,
     tree: DraftTree,
+    decoding: Decoding,
     console: Console,
     files: Mapping[str, Path] | None = None,
-    window: int | None = None,
-    seed: int = 0,
 ) -> Judgement:
-    """Like `judge`, but SGLang decodes: a server with the draft, and one without it. seed: for the intervals of prompt
-    sets."""
-    evaluation, config = inputs.recipe.evaluation, inputs.config
-    draft = read_exported(exported).config
-    check_belongs(draft, exported, config.vocab_size, config.hidden_size)
-    require_known(draft, exported)
-    require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers, config.model_type)
-    room = max(tree.tokens, CONTEXT_RESERVE)
-    prompts, sets = prompts_to_judge(inputs, files, room)
-    options = engine_options(inputs)
-    if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all memory
-        most = max(map(len, prompts)) + evaluation.new_tokens + room
-        options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
+    """Like `judge`, but SGLang decodes, always greedily: a server with the draft, and one without it."""
+    prompts, sets = prompts_to_judge(inputs, files, tree.room)
     console(f"decoding {len(prompts)} {'prompts' if files else 'held-out conversations'} by SGLang")
-    served = judge_by_sglang(
-        exported,
-        options,
-        prompts,
-        tree=tree,
-        new_tokens=evaluation.new_tokens,
-        logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
-        window=window or draft.window,
-        report=console,
-        sets=sets,
-    )
-    windows = Window(window or draft.window, draft.window)
+    served, window = _serve(inputs, exported, tree, decoding, prompts, console)
     judgement = Judgement(
-        served.figures,
+        SpeculativeResult.over(served.conversations),
         None,
         "sglang",
         version("sglang"),
         tree.topk,
         tree.tokens,
-        Sampling(0.0, seed),
-        window=windows,
+        decoding.sampling,
+        window=window,
         same_load=served.same_load,
-        sets=served.sets,
+        sets=over_sets(sets, served.conversations, console),
     )
     for line in judgement.lines():
         console.result(line)
     return judgement
+
+
+def _serve(
+    inputs: Inputs,
+    exported: Path,
+    tree: DraftTree,
+    decoding: Decoding,
+    prompts: Sequence[Tensor],
+    console: Console,
+) -> tuple[ServedResult, Window]:
+    """Let SGLang decode the prompts (int64 [P]). Returns also the draft's windows. Raises UserError if SGLang does not
+    serve such a draft or target, or a server does not start or answer."""
+    config, draft = inputs.config, read_exported(exported).config
+    check_belongs(draft, exported, config.vocab_size, config.hidden_size)
+    require_known(draft, exported)
+    require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers, config.model_type)
+    window, options = Window(decoding.window or draft.window, draft.window), engine_options(inputs)
+    if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all memory
+        most = max(map(len, prompts)) + decoding.new_tokens + tree.room
+        options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
+    served = judge_by_sglang(
+        exported,
+        options,
+        prompts,
+        tree=tree,
+        new_tokens=decoding.new_tokens,
+        logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
+        window=window.window,
+        report=console,
+    )
+    return served, window
 
 
 def target_of(

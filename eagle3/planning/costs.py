@@ -8,7 +8,7 @@ read), and N x C (query-key pairs).
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -74,6 +74,7 @@ def non_negative(table: np.ndarray, values: np.ndarray) -> np.ndarray:
 class Timing:
     """Mean seconds of conversations decoded one at a time, with and without a draft."""
 
+    rounds: int  # of drafting and verifying
     context: float  # mean number of tokens before a round
     drafts: int  # in a round
     # Of a round: the draft reads what was verified, proposes a chain, and the target verifies it.
@@ -81,6 +82,16 @@ class Timing:
     proposing: float
     verifying: float
     plain: float  # of a token without the draft
+
+    @classmethod
+    def pooled(cls, timings: Sequence["Timing"]) -> "Timing | None":
+        """The mean over all rounds of conversations with equally long chains; None if there are none."""
+        if not timings:
+            return None
+        rounds = [each.rounds for each in timings]
+        means = np.average([astuple(each)[1:] for each in timings], axis=0, weights=rounds)
+        context, _, *seconds = means.tolist()
+        return cls(sum(rounds), context, timings[0].drafts, *seconds)
 
 
 class MeasuredCosts:

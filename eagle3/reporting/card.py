@@ -32,6 +32,7 @@ from eagle3.reporting.record import (
     simulated_positions,
     source_name,
     target_name,
+    tree,
 )
 from eagle3.targets.sglang.version import speculative_flags
 
@@ -151,15 +152,12 @@ def _judged(run: RunRecord) -> dict[str, Any] | None:
     shares, untrained = result.get("position_acceptance") or [], result.get("untrained")
     # Tokens that the verifications added. First tokens do not count, because they come from prefills.
     yielded = round(result["acceptance_length"] * result["verifications"])
-    method = f"{result['draft_tokens']} drafted tokens"
-    if result.get("topk", 1) > 1:
-        method = f"trees of {result.get('tree_tokens')} tokens, {result['topk']} branches a node"
     return {
         "length": number(result["acceptance_length"]),
         "conditions": (
-            f"Measured by {result.get('engine')} {result.get('engine_version')}, {method}, {rule(result)}, one "
-            f"conversation at a time, on {counted(result['conversations'], 'conversation')}: {yielded:,} tokens from "
-            f"{result['verifications']:,} verifications."
+            f"Measured by {result.get('engine')} {result.get('engine_version')}, {_drafted(result)}, {rule(result)}, "
+            f"one conversation at a time, on {counted(result['conversations'], 'conversation')}: {yielded:,} tokens "
+            f"from {result['verifications']:,} verifications."
         ),
         "positions": [*range(1, len(shares) + 1)],
         "shares": [*map(number, shares)],
@@ -202,8 +200,12 @@ def _contexts(run: RunRecord) -> dict[str, Any] | None:
     return {
         "rows": [row for row, _ in context_rows(by_context)],
         "conditions": f"{by_context.get('engine')} {by_context.get('engine_version')}, "
-        f"{by_context.get('draft_tokens')} drafted tokens, {rule(by_context)}",
+        f"{_drafted(by_context)}, {rule(by_context)}",
     }
+
+
+def _drafted(result: Record) -> str:
+    return tree(result) or f"{result.get('draft_tokens')} drafted tokens"
 
 
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:

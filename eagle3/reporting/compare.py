@@ -13,7 +13,7 @@ from eagle3.reporting.charts import ABOUT_ACCEPTED, about_loss, contexts_plot, c
 from eagle3.reporting.markdown import Markdown, Table, escaped, summary_rows
 from eagle3.reporting.page import rendered, vector
 from eagle3.reporting.plot import COLOURS, Colour, Plot, Series, count_axis, number_axis, png, step_axis, thinned
-from eagle3.reporting.record import Record, RunRecord, column, curve_text, measured_curve, read_run, tokens_label
+from eagle3.reporting.record import Record, RunRecord, column, curve_text, measured_curve, read_run, tokens_label, tree
 
 WIDE = 6.4  # inches, for a document rather than a phone
 PAGE, RUNS, CONTEXTS = "comparison.html", "runs.md", "acceptance-by-context"
@@ -25,6 +25,7 @@ CONDITIONS = (
     "temperature",
     "seed",
     "draft_tokens",
+    "tree",
     "new_tokens",
     "prompts",
 )
@@ -127,6 +128,8 @@ def _cell(row: Record | None) -> str:
 
 
 def _condition(record: Record, name: str) -> Any:
+    if name == "tree":
+        return tree(record)
     if name != "prompts":
         return record.get(name)
     counts = sorted({row["conversations"] for row in record["contexts"]})

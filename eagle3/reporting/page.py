@@ -16,7 +16,7 @@ from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
 from eagle3.reporting.markdown import Table, layout_in_words, summary
 from eagle3.reporting.plot import Colour, Plot, Series
-from eagle3.reporting.record import Record, RunRecord, context_rows, number, rule, set_rows, short, target_name
+from eagle3.reporting.record import Record, RunRecord, context_rows, number, rule, set_rows, short, target_name, tree
 
 SECTIONS = {  # title -> names of the charts
     "Training": ("total_loss", "accepted", "loss", "acceptance", "learning_rate", "gradient_norm"),
@@ -147,7 +147,8 @@ def _contexts_table(run: RunRecord) -> Table | None:
     if not run.by_context.get("contexts"):
         return None
     head = ("context", "length", "95% interval", "prompts", "verified")
-    return _with_positions(f"By context, {rule(run.by_context)}", head, context_rows(run.by_context))
+    title = ", ".join(filter(None, ("By context", rule(run.by_context), tree(run.by_context))))
+    return _with_positions(title, head, context_rows(run.by_context))
 
 
 def _sets_table(run: RunRecord) -> Table | None:

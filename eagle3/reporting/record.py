@@ -235,6 +235,13 @@ def rule(result: Record) -> str:
     return f"at temperature {result['temperature']:g}" if result.get("temperature") else "greedy"
 
 
+def tree(result: Record) -> str | None:
+    """The trees that were drafted, according to an evaluation.json or by_context.json; None for chains."""
+    if result.get("topk", 1) == 1:
+        return None
+    return f"trees of {result.get('tree_tokens')} tokens, {result['topk']} branches a node"
+
+
 def context_rows(by_context: Record) -> list[tuple[list[str], list[float]]]:
     """The rows of a by_context.json as text, with ascending contexts.
 

@@ -80,6 +80,7 @@ class ByContext(BaseModel):
 
     contexts: list[OfContext]
     temperature: Amount | None = None
+    topk: Count = 1
 
 
 class RopeParameters(BaseModel):

@@ -4,6 +4,7 @@ launcher from end to end."""
 import json
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,11 +16,11 @@ from eagle3.console import Console
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import export_draft
 from eagle3.errors import UserError
-from eagle3.evaluation.acceptance import Decoding, Sampling, Verification
-from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement, ratio_intervals
+from eagle3.evaluation.acceptance import Decoding, Sampling
+from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement, DecodedContext, ratio_intervals
 from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.prompts import prompt_contexts, sample_contexts
-from eagle3.evaluation.speculative import DecodedConversation, SpeculativeOutput
+from eagle3.evaluation.speculative import CountedConversation
 from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, prompts_to_judge
 from eagle3.preflight.result_file import require_result_place
 from eagle3.recipe.loading import load_recipe
@@ -129,34 +130,51 @@ def test_one_conversation_has_no_interval_and_two_have_all_that_they_span():
     assert ratio_intervals(np.array([[30], [20]]), np.array([10, 10]), seed=0).tolist() == [[2, 3]]
 
 
-def decoded(*accepted: int, verdict: str | None = "identical") -> DecodedConversation:
-    verifications = [Verification([5, 5, 5], count, [5] * (count + 1)) for count in accepted]
-    return DecodedConversation(SpeculativeOutput([5], verifications), verdict, 1, 1.0, 1.0)
+def decoded(*accepted: int, verdict: str | None = "identical") -> CountedConversation:
+    """A conversation whose verifications accepted so many of three drafts."""
+    return CountedConversation(
+        new_tokens=1,
+        verifications=len(accepted),
+        yielded=sum(count + 1 for count in accepted),
+        accepted=[sum(count > place for count in accepted) for place in range(3)],
+        verdict=verdict,
+        plain_tokens=1,
+        seconds_speculative=1.0,
+        seconds_plain=1.0,
+    )
 
 
 def test_a_bucket_is_counted_over_its_conversations():
-    bucket = ContextAcceptance.over(512, [decoded(3, 0), decoded(1, verdict="tie"), decoded()], draft_tokens=3, seed=0)
+    bucket = ContextAcceptance.over(512, [decoded(3, 0), decoded(1, verdict="tie"), decoded()], seed=0)
     assert (bucket.conversations, bucket.verifications, bucket.acceptance_length) == (3, 3, 7 / 3)
     assert bucket.position_acceptance == [2 / 3, 1 / 3, 1 / 3]
     assert bucket.interval == [2, 2.5] and bucket.position_intervals == [[0.5, 1], [0, 0.5], [0, 0.5]]
     assert bucket.of_each == [(5, 2), (2, 1), (0, 0)]
     assert (bucket.mismatches, bucket.ties, bucket.compared) == (0, 1, True)
-    alone = ContextAcceptance.over(512, [decoded(3, 0, verdict=None)], draft_tokens=3, seed=0)
+    alone = ContextAcceptance.over(512, [decoded(3, 0, verdict=None)], seed=0)
     assert alone.interval is alone.position_intervals is None and not alone.compared
 
 
-def test_the_tables_fit_60_columns_and_say_what_differs():
+def test_the_tables_fit_60_columns_and_say_what_differs_and_empty_contexts_are_left_out():
     verdicts = (["identical"] * 9, ["identical", "tie"], ["mismatch"] * 12)
     contexts = [
-        ContextAcceptance.over(size, [decoded(3, 1, verdict=each) for each in some], 3, seed=0)
+        DecodedContext(size, [decoded(3, 1, verdict=each) for each in some])
         for size, some in zip((512, 131_072, 1_048_576), verdicts, strict=True)
     ]
-    judgement = ContextJudgement(contexts, [1024], "transformers", "5", Decoding(3, 64))
+    contexts[1:1] = [DecodedContext(1024, []), DecodedContext(2048, [decoded(), decoded()])]
+    told = []
+    judgement = ContextJudgement.over(contexts, "transformers", Decoding(3, 64), told.append, topk=1, tree_tokens=4)
+    assert told == [
+        "context 1,024: left out, no text is of that length",
+        "context 2,048: left out, the target ends all with their first token",
+    ]
     lines = judgement.lines()
     assert max(map(len, lines)) <= 60 and judgement.lossless is False
     assert [line.split()[-1] for line in lines[2:5]] == ["equal", "tied", "DIFFER"]
     assert len({len(line) for line in lines[1:5]}) == 1, "aligned"
-    assert json.loads(json.dumps(judgement.as_dict()))["left_out"] == [1024]
+    document = json.loads(json.dumps(judgement.as_dict()))
+    assert (document["left_out"], document["topk"], document["tree_tokens"]) == ([1024, 2048], 1, 4)
+    assert replace(judgement, topk=2, tree_tokens=8).lines()[1] == "trees of 8 tokens, 2 branches a node"
 
 
 @pytest.fixture(scope="module")
@@ -342,8 +360,7 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topo
         (["--temperature", "inf"], "--temperature inf: use 0 for greedy"),
         (["--seed", "-1"], "--seed -1: use a number from 0"),
         (["--by-context", "--gpu", "l4"], "--gpu l4: no data sheet of it is known here; use one of a100"),
-        (["--temperature", "1", "--engine", "sglang"], "--temperature 1: SGLang is judged greedily"),
-        (["--by-context", "--engine", "sglang"], "--by-context: SGLang is judged greedily"),
+        (["--temperature", "1", "--engine", "sglang"], "--temperature 1: SGLang is judged greedily only"),
     ],
 )
 def test_evaluate_refuses_at_once_what_no_bucket_or_sample_can_be(refused, run, arguments, message):

@@ -21,8 +21,8 @@ from eagle3.evaluation.drafter import check_belongs
 from eagle3.evaluation.export_check import NotInstalled, check_export
 from eagle3.evaluation.judge import Judgement
 from eagle3.evaluation.prompts import read_prompts
-from eagle3.evaluation.sglang_judge import DraftTree, ServedConversation, TimedAnswer, count_drafted, count_served
-from eagle3.evaluation.speculative import SpeculativeResult
+from eagle3.evaluation.sglang_judge import DraftTree, TimedAnswer, count_conversation
+from eagle3.evaluation.speculative import CountedConversation, SpeculativeResult
 from eagle3.preflight.inputs import prompt_files
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.regeneration.turns import Generation, plan_of
@@ -150,28 +150,38 @@ def test_a_tree_has_what_its_steps_can_open():
             DraftTree.of(steps, topk, tokens)
 
 
-def served(histogram: list[int], tokens: int, stopped: bool) -> TimedAnswer:
-    return TimedAnswer(GreedyAnswer([7] * tokens, stopped, histogram), 1.0)
+def served(histogram: list[int], tokens: int, stopped: bool) -> CountedConversation:
+    answers = [GreedyAnswer([7] * tokens, stopped, its) for its in (histogram, [])]
+    return count_conversation(TimedAnswer(answers[0], 1.0), TimedAnswer(answers[1], 2.0), "identical", steps=3)
 
 
 def test_verifications_are_counted_in_full_up_to_an_eos():
     """Of 8 tokens, 1 comes from the prefill and 7 from verifications. The first answer's last verification reached one
     token too far, the second's ended early."""
     cut, ended = served([1, 0, 1, 1], 8, False), served([1, 0, 0, 2], 8, True)
-    alone = count_drafted([cut], 3)
+    alone = SpeculativeResult.over([cut])
     assert (alone.verifications, alone.yielded, alone.accepted) == (3, 1 + 3 + 4, [2, 2, 1])
-    both = count_drafted([cut, ended], 3)
+    both = SpeculativeResult.over([cut, ended])
     assert (both.verifications, both.yielded, both.accepted) == (6, 8 + 7, [4, 4, 3])
-    assert both.new_tokens == 16 and both.seconds_speculative == 2.0
+    assert both.new_tokens == both.plain_tokens == 16 and both.identical == 2
+    assert (both.seconds_speculative, both.seconds_plain) == (2.0, 4.0)
+    at_once = served([], 1, True)  # the prefill's token is an EOS
+    assert (at_once.verifications, at_once.yielded, at_once.accepted) == (0, 0, [0, 0, 0])
     short = served([3, 0, 0, 0], 4, False)  # none accepted: a third of the verifications, half of the conversations
-    both = count_drafted([cut, short], 3)
+    both = SpeculativeResult.over([cut, short])
     assert both.acceptance_length == (8 + 3) / 6
     assert both.mean_acceptance_length == (8 / 3 + 1) / 2 == both.as_dict()["mean_acceptance_length"]
 
 
+def counts(conversations: int, new_tokens: int, verifications: int, yielded: int, accepted: list[int]):
+    """All but one of the conversations are empty."""
+    one = CountedConversation(new_tokens, verifications, yielded, accepted, "identical", new_tokens, 2.0, 3.0)
+    others = CountedConversation(0, 0, 0, [0] * len(accepted), "identical", 0, 0.0, 0.0)
+    return SpeculativeResult.over([one, *[others] * (conversations - 1)])
+
+
 def test_what_people_read_names_engine_and_speed():
-    result = SpeculativeResult(2, 2, 60, 20, 58, [12, 8], 2, 0, 0, seconds_speculative=2.0, seconds_plain=3.0)
-    judgement = Judgement(result, None, "sglang", "0.5.23", topk=1, tree_tokens=3)
+    judgement = Judgement(counts(2, 60, 20, 58, [12, 8]), None, "sglang", "0.5.23", topk=1, tree_tokens=3)
     lines = judgement.lines()
     assert "30.0 tokens/s, 20.0 without the draft: 1.50 times as fast (by sglang 0.5.23" in lines[-1]
     assert not any("untrained" in line for line in lines)
@@ -183,10 +193,9 @@ def test_what_people_read_names_engine_and_speed():
     assert not apart.as_dict()["same_load"] and "not measured under the same load" in apart.lines()[-1]
 
 
-def both_served(histogram: list[int], stopped: bool = False, verdict: str = "identical") -> ServedConversation:
+def both_served(histogram: list[int], stopped: bool = False, verdict: str = "identical") -> CountedConversation:
     tokens = 1 + sum(count * (accepted + 1) for accepted, count in enumerate(histogram))
-    plain = TimedAnswer(GreedyAnswer([7] * tokens, stopped, []), 2.0)
-    return ServedConversation(served(histogram, tokens, stopped), plain, verdict)
+    return replace(served(histogram, tokens, stopped), verdict=verdict)
 
 
 def test_a_sets_figures_are_those_of_its_own_conversations():
@@ -194,7 +203,7 @@ def test_a_sets_figures_are_those_of_its_own_conversations():
     chat, code = [both_served([1, 0, 1, 1]), both_served([3])], [both_served([0, 0, 0, 4], verdict="tie")]
     conversations, warned = [*chat, both_served([], stopped=True), *code], []
     sizes = {"chat": 2, "void": 1, "code": 1}
-    sets = over_sets(sizes, conversations, lambda each: count_served(each, steps=3), warned.append)
+    sets = over_sets(sizes, conversations, warned.append)
     assert list(sets) == ["chat", "code"] and isinstance(warned[0], Warned)
     assert warned[0].startswith("prompt set void: left out, the target ends all its conversations with their first")
     first, second = set_records(sets, seed=0)
@@ -206,13 +215,13 @@ def test_a_sets_figures_are_those_of_its_own_conversations():
     assert first["speed"] == {"speculative": 13 / 2, "plain": 13 / 4} and first["identical"] == 2
     assert (second["acceptance_length"], second["interval"], second["ties"]) == (4.0, None, 1)
     assert second["of_each"] == [(16, 4)] and second["lossless"]
-    pooled = count_served(conversations, steps=3)
+    pooled = SpeculativeResult.over(conversations)
     assert pooled.yielded == first["yielded"] + second["yielded"] and pooled.conversations == 4
 
 
 def test_the_table_of_sets_is_aligned_and_fits_80_columns():
     counts = [both_served([120, 30, 20, 99])] * 80, [both_served([3]), both_served([5], verdict="tie")]
-    sets = {"mt-bench": count_served(counts[0], 3), "long-documents": count_served(counts[1], 3)}
+    sets = {"mt-bench": SpeculativeResult.over(counts[0]), "long-documents": SpeculativeResult.over(counts[1])}
     judgement = Judgement(sets["mt-bench"], None, "sglang", "0.5.23", topk=1, tree_tokens=4, sets=sets)
     title, head, *rows, by_position, positions, first, second = judgement.table()
     assert title == "acceptance length by prompt set (mean: over conversations)"
@@ -231,17 +240,16 @@ def test_the_table_of_sets_is_aligned_and_fits_80_columns():
 @pytest.mark.parametrize(
     ("result", "line"),
     [
-        ((3, 4, 48, 45, 45, [0, 0, 0, 0]), "45 tokens from 45 verifications, and 3 from the prefills: 48 put out"),
+        ((3, 48, 45, 45, [0, 0, 0, 0]), "45 tokens from 45 verifications, and 3 from the prefills: 48 put out"),
         (
-            (24, 4, 1941, 799, 1936, [495, 328, 192, 128]),
+            (24, 1941, 799, 1936, [495, 328, 192, 128]),
             "1,936 tokens from 799 verifications, and 24 from the prefills, less 19 beyond the answers' length: 1,941 "
             "put out",
         ),
     ],
 )
 def test_the_judges_counts_add_up_and_give_the_acceptance_length(result, line):
-    counts = SpeculativeResult(*result, 0, 0, 0, seconds_speculative=1.0, seconds_plain=1.0)
-    lines = Judgement(counts, None, "transformers", "5", topk=1, tree_tokens=5).lines()
+    lines = Judgement(counts(*result), None, "transformers", "5", topk=1, tree_tokens=5).lines()
     assert line in lines
     yielded, verifications, prefills, *less, put_out = [
         int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", line)

@@ -214,7 +214,7 @@ def test_nothing_after_a_sampled_eos_counts(pair, monkeypatch):
     )
     ended = {"drafted": 0, "own": 0, "not": 0}
     for each in decoded:
-        tokens, verifications = each.output.tokens, each.verifications
+        tokens, verifications = each.output.tokens, each.output.verifications
         place = next((i for i, token in enumerate(tokens) if token in (4, 9)), None)
         if place is None:
             assert len(tokens) == 20 <= 1 + each.yielded

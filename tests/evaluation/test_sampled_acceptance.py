@@ -106,7 +106,7 @@ class TargetDrafter:
 
 def decode(target: TransformersTarget, drafter: NewDrafter, prompts: list[Tensor], sampling: Sampling):
     decoded = decode_conversations(target, drafter, prompts, Decoding(DRAFT_TOKENS, NEW_TOKENS, sampling))
-    return decoded, SpeculativeResult.over(decoded, DRAFT_TOKENS)
+    return decoded, SpeculativeResult.over(decoded)
 
 
 def short_prompts() -> list[Tensor]:
@@ -172,7 +172,7 @@ def test_a_draft_that_guesses_is_accepted_as_often_as_the_theory_says(topology, 
     expected, actual = [], []
     for each in decoded:
         last = each.output.tokens[0]
-        for verified in each.verifications:
+        for verified in each.output.verifications:
             before = [last, *verified.drafts][: verified.accepted + 1][:DRAFT_TOKENS]
             expected += [float(chance[token]) for token in before]
             actual += [place < verified.accepted for place in range(len(before))]

@@ -1,57 +1,87 @@
-"""evaluate.py with SGLang: a file's prompts, a tree of drafts, the result on disk."""
+"""evaluate.py with SGLang: a file's prompts, a tree of drafts, acceptance by context, the results on disk."""
 
 import json
 import sys
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+from jobs import inputs_of
 from sglang_cpu.environment import sglang_environment
 from sglang_cpu.targets import VOCABULARY, make_target
 from tiny_draft import export_trained
 from tiny_run import finish, launch, write_recipe
+from torch import Tensor
 
+from eagle3.console import Console
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.speculative import plain_greedy
+from eagle3.jobs.evaluate import judge_contexts
+from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import load_tokenizer
-from eagle3.targets.transformers import load_target
+from eagle3.targets.transformers import TransformersTarget, load_target
 
 pytestmark = pytest.mark.sglang
 
 STEPS, TOPK, TREE_TOKENS, NEW_TOKENS = 3, 2, 8, 40  # further than the draft was taught
 
 
-def test_a_tree_is_lossless_and_its_figures_are_written(topology, tmp_path, monkeypatch):
+@dataclass(frozen=True)
+class Case:
+    """A draft in folder/export that learnt the target's answers to the prompts."""
+
+    folder: Path
+    recipe: Path
+    files: dict[str, Path]  # a prompt set of one prompt, and one of the others
+    prompts: list[Tensor]  # of 4, 5, 6 and 7 tokens
+    target: TransformersTarget
+
+    def evaluate(self, *arguments: str) -> str:
+        """Let the launcher judge by SGLang. Returns what it prints."""
+        command = [sys.executable, "launchers/evaluate.py", "--recipe", self.recipe, "--engine", "sglang"]
+        command += [word for file in self.files.values() for word in ("--prompts", file)]
+        command += ["--draft", self.folder / "export", *arguments]
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in sglang_environment().items():
+                patch.setenv(name, value)
+            return finish(launch(*map(str, command)), timeout=400)
+
+
+@pytest.fixture(scope="module")
+def case(topology, tmp_path_factory):
     """The tokenizer has no chat template, so the prompts are texts."""
     torch.set_num_threads(1)
-    target, prompts = tmp_path / "target", tmp_path / "prompts.jsonl"
+    folder = tmp_path_factory.mktemp("judged")
+    target, prompts = folder / "target", folder / "prompts.jsonl"
     make_target("llama", target)
     generator = torch.Generator().manual_seed(5)
     words = [[f"t{word}" for word in torch.randint(3, VOCABULARY, (4 + i,), generator=generator)] for i in range(4)]
     prompts.write_text("".join(json.dumps({"text": " ".join(text)}) + "\n" for text in words))
     ids = read_prompts(prompts, load_tokenizer(target), None, longest=100)
     loaded = load_target(target, dtype="float32")
-    export_trained(tmp_path / "export", loaded, ids, topology)
-    put_out = sum(len(plain_greedy(loaded, prompt, new_tokens=NEW_TOKENS).tokens) for prompt in ids)
+    export_trained(folder / "export", loaded, ids, topology)
     recipe = write_recipe(
-        tmp_path,
+        folder,
         target,
         model={"draft": {"vocab_size": 64}},
         data={"train": [str(prompts)], "held_out_fraction": 0},
         evaluation={"draft_tokens": STEPS, "new_tokens": NEW_TOKENS},
     )
-    for name, value in sglang_environment().items():
-        monkeypatch.setenv(name, value)
-    command = [sys.executable, "launchers/evaluate.py", "--recipe", recipe, "--engine", "sglang"]
     lines = prompts.read_text().splitlines(keepends=True)
-    for name, part in (("few", lines[:1]), ("many", lines[1:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(part))
-        command += ["--prompts", tmp_path / f"{name}.jsonl"]
-    command += ["--draft", tmp_path / "export", "--topk", TOPK, "--tree-tokens", TREE_TOKENS]
-    output = finish(launch(*map(str, command)), timeout=400)
-    result = json.loads((tmp_path / "evaluation.json").read_text())
+    files = {name: folder / f"{name}.jsonl" for name in ("few", "many")}
+    files["few"].write_text("".join(lines[:1]))
+    files["many"].write_text("".join(lines[1:]))
+    return Case(folder, recipe, files, ids, loaded)
+
+
+def test_a_tree_is_lossless_and_its_figures_are_written(case):
+    output = case.evaluate("--topk", TOPK, "--tree-tokens", TREE_TOKENS)
+    result = json.loads((case.folder / "evaluation.json").read_text())
     settings = {"engine": "sglang", "engine_version": "0.5.23", "topk": TOPK, "tree_tokens": TREE_TOKENS}
     assert {name: result[name] for name in settings} == settings
     assert result["conversations"] == result["identical"] == 4 and result["lossless"]
+    put_out = sum(len(plain_greedy(case.target, each, new_tokens=NEW_TOKENS).tokens) for each in case.prompts)
     assert result["new_tokens"] == put_out
     assert result["verifications"] < put_out - 4, "some drafts must be accepted for this to tell"
     shares = result["position_acceptance"]
@@ -67,3 +97,29 @@ def test_a_tree_is_lossless_and_its_figures_are_written(topology, tmp_path, monk
         assert sum(each[figure] for each in sets) == result[figure]
     assert [sum(column) for column in zip(*(each["accepted"] for each in sets), strict=True)] == result["accepted"]
     assert result["same_load"] and "same load" not in output
+
+
+def without_times(judged: dict) -> dict:
+    """SGLang does not tell the seconds of each phase, so it has the estimate alone."""
+    contexts = [{name: value for name, value in each.items() if name != "timing"} for each in judged["contexts"]]
+    return judged | {"contexts": contexts, "pay_off": judged["pay_off"][-1:]}
+
+
+def test_both_engines_give_the_same_by_context(case, topology):
+    """No answer ends with an EOS, after which SGLang would count on."""
+    output = case.evaluate("--by-context", "--contexts", "4,8,16")
+    served = without_times(json.loads((case.folder / "by_context.json").read_text()))
+    quiet = Console(speaks=False)
+    inputs, contexts = inputs_of(load_recipe(case.recipe), topology.device, quiet), [4, 8, 16]
+    arguments = {"contexts": contexts, "per_context": 8, "files": case.files}
+    own = judge_contexts(inputs, case.folder / "export", topology, quiet, **arguments)
+    own_result = without_times(json.loads(json.dumps(own.as_dict())))
+    assert (served["engine"], served["engine_version"]) == ("sglang", "0.5.23")
+    for name in own_result.keys() - {"engine", "engine_version"}:
+        assert served[name] == own_result[name], name
+    assert ([each["conversations"] for each in served["contexts"]], served["left_out"]) == ([1, 3], [16])
+    assert all(1 < each["acceptance_length"] < 1 + STEPS for each in served["contexts"])
+    assert "context 16: left out, no text is of that length" in output
+    for line in own.lines()[:10]:
+        assert line in output
+    assert "speed-up with the best number of draft tokens (in brackets), estimated for 1 x h100 by data sheet" in output

@@ -12,30 +12,39 @@ import pytest
 import torch
 from sglang_cpu.environment import sglang_environment
 from sglang_cpu.targets import VOCABULARY, make_target
-from tiny_draft import decode_speculatively, export_trained, speculative_greedy
+from tiny_draft import export_trained, speculative_greedy
 from torch import Tensor
 
 from eagle3.console import Warned
 from eagle3.draft.interchange import export_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.evaluation.acceptance import Drawn
+from eagle3.evaluation.acceptance import Decoding, Drawn
 from eagle3.evaluation.drafter import ChainDrafter, LoadedDraft, load_draft
 from eagle3.evaluation.sglang_judge import (
     DraftTree,
     Logits,
     TimedAnswer,
     compare_by_server,
-    count_drafted,
+    count_conversation,
     decode_in_turn,
     judge_by_sglang,
     require_kv_room,
     side_by_side,
 )
-from eagle3.evaluation.speculative import PlainOutput, SpeculativeOutput, SpeculativeResult, plain_greedy
+from eagle3.evaluation.speculative import (
+    CountedConversation,
+    DecodedConversation,
+    PlainOutput,
+    SpeculativeOutput,
+    SpeculativeResult,
+    chain_drafter,
+    decode_conversations,
+    plain_greedy,
+)
 from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
-from eagle3.targets.sglang.version import GreedyAnswer, cpu_attention_flags, decoding_flags, speculative_flags
+from eagle3.targets.sglang.version import cpu_attention_flags, decoding_flags, speculative_flags
 from eagle3.targets.transformers import TransformersTarget, load_target
 
 pytestmark = pytest.mark.sglang
@@ -52,14 +61,22 @@ class Decoded:
     folder: Path
     target: TransformersTarget
     prompts: list[Tensor]
-    own: list[SpeculativeOutput]
+    own_counted: list[DecodedConversation]
     own_plain: list[PlainOutput]
-    own_result: SpeculativeResult
     served: list[TimedAnswer]
     served_plain: list[TimedAnswer]
     drafting: SGLangServer
     plain: SGLangServer
     generated: list[str]  # the URL of every request for tokens, in order
+
+    @property
+    def own(self) -> list[SpeculativeOutput]:
+        return [each.output for each in self.own_counted]
+
+    @property
+    def counted(self) -> list[CountedConversation]:
+        answers = zip(self.served, self.served_plain, strict=True)
+        return [count_conversation(drafted, plain, "identical", STEPS) for drafted, plain in answers]
 
 
 def name_end(folder, token: int) -> None:
@@ -85,7 +102,6 @@ def decoded(topology, tmp_path_factory):
     name_end(folder / "target", plain_greedy(target, prompts[2], new_tokens=NEW_TOKENS).tokens[-8])
     target = load_target(folder / "target", dtype="float32")
     draft, d2t, _ = load_draft(folder / "draft", target.weights(), topology.modules, torch.float32, cpu)
-    lengths = {"draft_tokens": STEPS, "new_tokens": NEW_TOKENS}
 
     flags, generated = [*decoding_flags(), *cpu_attention_flags()], []
     chain = speculative_flags(str(folder / "draft"), *DraftTree.of(STEPS, 1, None))
@@ -104,9 +120,8 @@ def decoded(topology, tmp_path_factory):
                 folder,
                 target,
                 prompts,
-                [speculative_greedy(target, draft, d2t, prompt, **lengths) for prompt in prompts],
+                decode_conversations(target, chain_drafter(target, draft, d2t), prompts, Decoding(STEPS, NEW_TOKENS)),
                 [plain_greedy(target, prompt, new_tokens=NEW_TOKENS) for prompt in prompts],
-                decode_speculatively(target, draft, d2t, prompts, **lengths),
                 served,
                 served_plain,
                 *servers,
@@ -194,7 +209,7 @@ def test_servers_that_do_not_fit_side_by_side_run_one_after_the_other_and_it_is_
         window=None,
         report=lines.append,
     )
-    assert not served.same_load and served.figures.identical == 2
+    assert not served.same_load and [each.verdict for each in served.conversations] == ["identical"] * 2
     (warning,) = [line for line in lines if isinstance(line, Warned)]
     assert "not measured under the same load" in warning and "adjust target.memory_fraction" in warning
     assert "the weights need more" in warning
@@ -297,23 +312,20 @@ def test_a_tree_under_a_window_accepts_as_the_definition_says(decoded, windowed)
         assert histograms != [defined(other, number) for number in whole]
 
 
-def test_the_figures_mean_the_same(decoded):
-    served, own = count_drafted(decoded.served, STEPS), decoded.own_result
-    names = ("conversations", "draft_tokens", "new_tokens", "verifications", "yielded", "acceptance_length", "of_each")
-    for name in names:
-        assert getattr(served, name) == getattr(own, name), name
-    whole = [number for number, (answer, _) in enumerate(decoded.served) if not answer.stopped]
-    shares = count_drafted([decoded.served[number] for number in whole], STEPS).accepted
-    accepted_counts = [each.accepted for number in whole for each in decoded.own[number].verifications]
-    assert shares == [sum(accepted > depth for accepted in accepted_counts) for depth in range(STEPS)]
+def test_both_engines_count_the_same(decoded):
+    """Of every conversation, except for the drafts that SGLang accepts after an EOS."""
+    for own, served, (answer, _) in zip(decoded.own_counted, decoded.counted, decoded.served, strict=True):
+        names = ["new_tokens", "verifications", "yielded", "verdict", "plain_tokens"]
+        for name in [*names, *([] if answer.stopped else ["accepted"])]:
+            assert getattr(served, name) == getattr(own, name), name
 
 
 def test_the_length_asked_for_biases_nothing(decoded):
     """A last verification that reaches beyond the length counts in full."""
-    served = [each for each in decoded.served if not each.answer.stopped]
-    counted = count_drafted(served, STEPS)
-    assert counted.yielded == counted.verifications + sum(counted.accepted)
-    assert counted.yielded >= sum(len(each.answer.tokens) - 1 for each in served)
+    whole = [each for each, (answer, _) in zip(decoded.counted, decoded.served, strict=True) if not answer.stopped]
+    result = SpeculativeResult.over(whole)
+    assert result.yielded == result.verifications + sum(result.accepted)
+    assert result.yielded >= result.new_tokens - result.conversations
 
 
 def test_equal_outputs_are_identical_and_a_shorter_one_is_a_mismatch(decoded):
@@ -338,10 +350,3 @@ def test_another_token_is_a_tie_within_rounding_only(decoded):
 def test_an_answer_without_room_is_refused(decoded):
     with pytest.raises(UserError, match="the server has no room for more|refused the request"):
         decode_in_turn([decoded.plain], decoded.prompts[:1], CONTEXT - 5, print)
-
-
-def test_nothing_verified_is_nothing_measured(decoded):
-    first = decoded.served[0]
-    ended = first._replace(answer=GreedyAnswer([2], stopped=True, histogram=[]))
-    with pytest.raises(UserError, match="with their first token"):
-        count_drafted([ended], STEPS)

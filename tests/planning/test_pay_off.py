@@ -73,8 +73,9 @@ def test_measured_costs_predict_other_contexts_and_chains(window):
     def timing(context: int, drafts: int) -> Timing:
         seen = context if window is None else min(context, window)
         return Timing(
-            context,
-            drafts,
+            rounds=10,
+            context=context,
+            drafts=drafts,
             extending=1e-3,
             proposing=drafts * (2e-3 + 1e-6 * seen),
             verifying=5e-3 + 1e-3 * (drafts + 1) + 3e-6 * context,
@@ -87,6 +88,12 @@ def test_measured_costs_predict_other_contexts_and_chains(window):
         assert costs.plain(1, context) == pytest.approx(expected.plain)
         assert costs.verifying(1, context, drafts) == pytest.approx(expected.verifying)
         assert costs.drafting(1, context, drafts) == pytest.approx(expected.extending + expected.proposing)
+
+
+def test_times_are_pooled_over_rounds():
+    one, two = Timing(10, 100.0, 4, 1.0, 2.0, 3.0, 4.0), Timing(30, 200.0, 4, 5.0, 6.0, 7.0, 8.0)
+    assert Timing.pooled([one, two]) == Timing(40, 175.0, 4, 4.0, 5.0, 6.0, 7.0)
+    assert Timing.pooled([]) is None
 
 
 @pytest.mark.parametrize(

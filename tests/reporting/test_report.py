@@ -537,7 +537,9 @@ def test_a_chart_tells_step_and_values_under_the_pointer_and_by_keys_and_no_othe
 
 
 def test_the_case_by_hand_is_as_evaluation_by_context_writes_it():
-    written = ContextJudgement([], [], "transformers", "5.19.0", Decoding(4, 64)).as_dict().keys()
+    written = (
+        ContextJudgement([], [], "transformers", "5.19.0", Decoding(4, 64), topk=1, tree_tokens=5).as_dict().keys()
+    )
     case = by_context([2, 2, 2, 2, 2])
     assert case.keys() <= {*written, "draft"}
     assert case["contexts"][0].keys() <= {field.name for field in dataclasses.fields(ContextAcceptance)}

@@ -76,7 +76,7 @@ def decode_speculatively(
 ) -> SpeculativeResult:
     drafter = chain_drafter(target, draft, d2t)
     decoded = decode_conversations(target, drafter, prompts, Decoding(draft_tokens, new_tokens), **options)
-    return SpeculativeResult.over(decoded, draft_tokens)
+    return SpeculativeResult.over(decoded)
 
 
 def export_trained(
