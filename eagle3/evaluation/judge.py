@@ -1,7 +1,7 @@
 """Judge an exported draft with transformers: on prompts, compared with an untrained draft, or by context length."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +21,6 @@ from eagle3.evaluation.by_set import over_sets, set_lines, set_records
 from eagle3.evaluation.drafter import FULL, LoadedDraft, Window, load_draft, untrained_draft
 from eagle3.evaluation.prompts import ContextPrompts
 from eagle3.evaluation.speculative import DecodedConversation, SpeculativeResult, chain_drafter, decode_conversations
-from eagle3.planning.costs import MeasuredCosts
-from eagle3.planning.payoff import PayOff, surface
 from eagle3.targets.transformers import TransformersTarget
 
 Engine = Literal["transformers", "sglang"]
@@ -222,19 +220,7 @@ def judge_by_context(
             yield bucket
 
     chain = {"topk": 1, "tree_tokens": decoding.draft_tokens + 1}
-    judgement = ContextJudgement.over(decoded(), "transformers", decoding, report, **chain, window=window)
-    return replace(judgement, pay_offs=measured_pay_off(judgement, target.device))
-
-
-def measured_pay_off(judgement: ContextJudgement, device: torch.device) -> list[PayOff]:
-    """What the draft is worth on this device, by the times that were measured; empty if none were."""
-    timings = [each.timing for each in judgement.contexts if each.timing]
-    if not timings:
-        return []
-    costs = MeasuredCosts(timings, judgement.window.window)
-    clock = "processor seconds" if device.type == "cpu" else "seconds"
-    source = f"measured here in {clock}"
-    return [PayOff(source, surface(costs, judgement.shares, (1,)))]
+    return ContextJudgement.over(decoded(), "transformers", decoding, report, **chain, window=window)
 
 
 def _load(

@@ -1,5 +1,6 @@
 """Set up the diagnosis of a draft: prompts, target, the texts that the target writes, and these in other forms."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +14,23 @@ from eagle3.draft.config import DraftConfig, rope_parameters
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import Decoding
+from eagle3.evaluation.by_context import ContextJudgement, DecodedContext
 from eagle3.evaluation.diagnosis import Diagnosis, diagnose, measuring
-from eagle3.evaluation.drafter import check_belongs, draft_of
+from eagle3.evaluation.drafter import Window, check_belongs, draft_of
 from eagle3.evaluation.known_faults import OtherTexts, Reading, Surroundings, layers_to_keep
-from eagle3.evaluation.speculative import SpeculativeResult, chain_drafter, decode_conversations, plain_greedy
+from eagle3.evaluation.speculative import (
+    DecodedConversation,
+    SpeculativeResult,
+    chain_drafter,
+    decode_conversations,
+    plain_greedy,
+)
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
-from eagle3.jobs.evaluate import prompts_of, target_of
+from eagle3.jobs.evaluate import prompts_of, target_of, with_pay_offs
 from eagle3.jobs.job import KnownTarget
+from eagle3.objective.losses import contexts_up_to
 from eagle3.parallel.topology import Topology
+from eagle3.planning.gpus import DEFAULT_GPU
 from eagle3.recipe.schema import Evaluation
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.transformers import TransformersTarget
@@ -35,6 +45,7 @@ SPACES = {ord("\u0120"): " ", ord("\u2581"): " ", ord("\u010a"): "\n"}  # how to
 class DiagnosedDraft(NamedTuple):
     decoded: SpeculativeResult
     diagnosis: Diagnosis
+    by_context: ContextJudgement
 
     def lines(self) -> list[str]:
         decoded, mean = self.decoded, self.decoded.mean_acceptance_length
@@ -42,10 +53,10 @@ class DiagnosedDraft(NamedTuple):
             "" if mean is None else f", {mean:.2f} as the mean over conversations"
         )
         compared = "" if decoded.lossless else f"; {decoded.mismatches} texts DIFFER from plain decoding"
-        return [f"by decoding: {averages}{compared}", *self.diagnosis.lines()]
+        return [f"by decoding: {averages}{compared}", *self.diagnosis.lines(), *self.by_context.lines()]
 
     def as_dict(self) -> dict[str, Any]:
-        return {"decoded": self.decoded.as_dict(), **self.diagnosis.as_dict()}
+        return {"decoded": self.decoded.as_dict(), **self.diagnosis.as_dict(), "by_context": self.by_context.as_dict()}
 
 
 class Prompts(NamedTuple):
@@ -65,9 +76,10 @@ def both_forms(known: KnownTarget, file: Path) -> Prompts:
 
 
 def diagnose_draft(
-    known: KnownTarget, folder: Path, prompts: Prompts, topology: Topology, console: Console
+    known: KnownTarget, folder: Path, prompts: Prompts, topology: Topology, console: Console, gpu: str = DEFAULT_GPU
 ) -> DiagnosedDraft:
-    """Diagnose the draft in a folder. Raises UserError for anything that the user can fix."""
+    """Diagnose the draft in a folder. gpu: as for judge_contexts. Raises UserError for anything that the user can
+    fix."""
     exported, config = read_exported(folder), known.config
     if len(prompts.as_given) < 2:
         raise UserError("--prompts: one prompt shows no interval; give 16, for example")
@@ -84,6 +96,7 @@ def diagnose_draft(
     exported = replace(exported, config=replace(exported.config, aux_layers=layers))
     target = target_of(known, exported, topology, console, aux_layers=layers)
     decoded, texts = _write(target, exported, prompts.as_given, known.recipe.evaluation, topology, console)
+    by_context = _by_context(known, exported.config, prompts.as_given, decoded, gpu, console)
     others = []
     if prompts.other is not None:
         answers = _answers(target, prompts.other, known.recipe.evaluation.new_tokens, console)
@@ -107,7 +120,8 @@ def diagnose_draft(
         known.recipe.evaluation.draft_tokens,
         console,
     )
-    return DiagnosedDraft(decoded, replace(diagnosis, notes=[*exported.doubts, *diagnosis.notes]))
+    diagnosis = replace(diagnosis, notes=[*exported.doubts, *diagnosis.notes])
+    return DiagnosedDraft(SpeculativeResult.over(decoded), diagnosis, by_context)
 
 
 class Answered(NamedTuple):
@@ -122,7 +136,7 @@ def _write(
     evaluation: Evaluation,
     topology: Topology,
     console: Console,
-) -> tuple[SpeculativeResult, list[WrittenText]]:
+) -> tuple[list[DecodedConversation], list[WrittenText]]:
     """Let target and draft answer the prompts. Returns how that went, and the texts."""
     head = target.weights()
     draft = draft_of(exported, head, topology.modules_alone, head.embedding.dtype).to(target.device)
@@ -137,7 +151,34 @@ def _write(
         Answered(torch.cat((prompt, torch.tensor(each.output.tokens))), len(prompt))
         for prompt, each in zip(prompts, decoded, strict=True)
     ]
-    return SpeculativeResult.over(decoded), _read(target, answers)
+    return decoded, _read(target, answers)
+
+
+def _by_context(
+    known: KnownTarget,
+    draft: DraftConfig,
+    prompts: Sequence[Tensor],
+    decoded: Sequence[DecodedConversation],
+    gpu: str,
+    console: Console,
+) -> ContextJudgement:
+    """How the draft does by the length of its prompts, and what it is worth there."""
+    contexts = contexts_up_to(max(map(len, prompts)))
+    groups: dict[int, list[DecodedConversation]] = {context: [] for context in contexts}
+    for prompt, conversation in zip(prompts, decoded, strict=True):
+        groups[contexts[bisect_left(contexts, len(prompt))]].append(conversation)
+    evaluation = known.recipe.evaluation
+    decoding = Decoding(evaluation.draft_tokens, evaluation.new_tokens)
+    judgement = ContextJudgement.over(
+        [DecodedContext(context, group) for context, group in groups.items() if group],
+        "transformers",
+        decoding,
+        console,
+        topk=1,
+        tree_tokens=evaluation.draft_tokens + 1,
+        window=Window(draft.window, draft.window),
+    )
+    return with_pay_offs(judgement, known, draft, gpu)
 
 
 def _answers(

@@ -31,6 +31,7 @@ from eagle3.evaluation.speculative import SpeculativeResult
 from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.supply import engine_options
 from eagle3.parallel.topology import Topology
+from eagle3.planning.costs import MeasuredCosts
 from eagle3.planning.gpus import DEFAULT_GPU, gpu_named
 from eagle3.planning.payoff import PayOff, surface
 from eagle3.planning.sheet import ServedTarget, SheetCosts
@@ -130,10 +131,7 @@ def judge_contexts(
         judgement = judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
     else:
         judgement = _serve_contexts(inputs, exported, tree, decoding, buckets, console)
-    if judgement.topk > 1:  # what other trees accept does not follow from one
-        return judgement
-    estimated = estimated_pay_off(inputs, draft.config, judgement, gpu)
-    return replace(judgement, pay_offs=[*judgement.pay_offs, estimated])
+    return with_pay_offs(judgement, inputs, draft.config, gpu)
 
 
 def _serve_contexts(
@@ -153,15 +151,23 @@ def _serve_contexts(
     return ContextJudgement.over(decoded, "sglang", decoding, console, **shape, window=window)
 
 
-def estimated_pay_off(known: KnownTarget, draft: DraftConfig, judgement: ContextJudgement, gpu: str) -> PayOff:
-    """What the draft is worth when served on such GPUs, as few as hold the target's weights, by a data sheet. Raises
-    UserError for a GPU that is not known."""
-    sheet, model = gpu_named(gpu), known.recipe.model
+def with_pay_offs(judgement: ContextJudgement, known: KnownTarget, draft: DraftConfig, gpu: str) -> ContextJudgement:
+    """The judgement, and what it makes the draft worth: by the times that were measured, if any were, and by a data
+    sheet, if it is served on such GPUs, on as few as hold the target's weights. A judgement of trees stays as it is,
+    because what other trees accept does not follow. Raises UserError for a GPU that is not known."""
+    if judgement.topk > 1:
+        return judgement
+    sheet, model, window = gpu_named(gpu), known.recipe.model, judgement.window.window
     facts = read_facts(known.target, model.revision, model.trust_remote_code)
     gpus = facts.engine_gpus(sheet.memory * sheet.for_weights)
-    costs = SheetCosts(ServedTarget.of(facts), replace(draft, window=judgement.window.window), sheet, gpus)
-    source = f"estimated for {gpus} x {gpu} by data sheet"
-    return PayOff(source, surface(costs, judgement.shares, BATCHES))
+    estimated = SheetCosts(ServedTarget.of(facts), replace(draft, window=window), sheet, gpus)
+    pay_offs = [PayOff(f"estimated for {gpus} x {gpu} by data sheet", surface(estimated, judgement.shares, BATCHES))]
+    timings = [each.timing for each in judgement.contexts if each.timing]
+    if timings:
+        clock = "seconds" if torch.cuda.is_available() else "processor seconds"
+        measured = surface(MeasuredCosts(timings, window), judgement.shares, (1,))
+        pay_offs.insert(0, PayOff(f"measured here in {clock}", measured))
+    return replace(judgement, pay_offs=pay_offs)
 
 
 def target_and_texts(inputs: Inputs, files: Mapping[str, Path]) -> dict[str, str]:

@@ -129,24 +129,42 @@ class PayOff:
             "paying": [each._asdict() for each in where_it_pays(self.cells)],
         }
 
+    def best_drafts(self, batch: int) -> int:
+        """The number of draft tokens with the highest mean speed-up over all contexts: for an engine that uses one
+        number at all of them."""
+        return max(
+            range(1, self.longest_chain + 1),
+            key=lambda drafts: sum(
+                cell.speed_up for cell in self.cells if (cell.batch, cell.drafts) == (batch, drafts)
+            ),
+        )
+
+    def speed_up_table(self) -> list[list[str]]:
+        """The best speed-up with its number of draft tokens, by context and batch."""
+        return by_context_and_batch(best_cells(self.cells), lambda cell: f"{cell.speed_up:.2f} ({cell.drafts})")
+
+    def break_even_table(self) -> list[list[str]]:
+        """The break-even acceptance length of the longest chain, by context and batch."""
+        longest = [cell for cell in self.cells if cell.drafts == self.longest_chain]
+        return by_context_and_batch(longest, lambda cell: f"{cell.break_even:.2f}")
+
+    def verdict(self) -> str:
+        """Where drafting pays, in words."""
+        return "drafting pays " + ", ".join(f"{each} (batch {each.batch})" for each in where_it_pays(self.cells))
+
     def lines(self) -> list[str]:
-        """Tables of the best speed-up with its number of draft tokens, and of the break-even acceptance length of the
-        longest chain; and where drafting pays."""
-        chain = self.longest_chain
-        longest = [cell for cell in self.cells if cell.drafts == chain]
-        paying = ", ".join(f"{each} (batch {each.batch})" for each in where_it_pays(self.cells))
         return [
             f"speed-up with the best number of draft tokens (in brackets), {self.source}",
-            *by_context_and_batch(best_cells(self.cells), lambda cell: f"{cell.speed_up:.2f} ({cell.drafts})"),
-            f"acceptance length from which {chain} draft tokens pay",
-            *by_context_and_batch(longest, lambda cell: f"{cell.break_even:.2f}"),
-            f"drafting pays {paying}",
+            *aligned(self.speed_up_table()),
+            f"acceptance length from which {self.longest_chain} draft tokens pay",
+            *aligned(self.break_even_table()),
+            self.verdict(),
         ]
 
 
-def by_context_and_batch(cells: Sequence[Cell], tell: Callable[[Cell], str]) -> list[str]:
-    """A table with a row for each context and a column for each batch."""
+def by_context_and_batch(cells: Sequence[Cell], tell: Callable[[Cell], str]) -> list[list[str]]:
+    """A table with a head, a row for each context and a column for each batch."""
     told = {(cell.context, cell.batch): tell(cell) for cell in cells}
     contexts, batches = (sorted(set(column)) for column in zip(*told, strict=True))
     head = ["context", *(f"batch {batch}" for batch in batches)]
-    return aligned([head, *([f"{context:,}", *(told[context, batch] for batch in batches)] for context in contexts)])
+    return [head, *([f"{context:,}", *(told[context, batch] for batch in batches)] for context in contexts)]

@@ -26,6 +26,7 @@ from eagle3.reporting.record import (
     context_rows,
     hub_id_of,
     number,
+    pay_offs,
     read_run,
     rule,
     set_rows,
@@ -103,6 +104,7 @@ def card_text(run: RunRecord) -> str:
         judged=_judged(run),
         held_out=_held_out(run),
         contexts=_contexts(run),
+        pay_offs=_pay_offs(run),
         limits=_limits(run),
         **_serving(run, hub_id or "TARGET"),
     )
@@ -204,6 +206,14 @@ def _contexts(run: RunRecord) -> dict[str, Any] | None:
     }
 
 
+def _pay_offs(run: RunRecord) -> list[dict[str, Any]]:
+    tables = []
+    for pay_off in pay_offs(run.by_context):
+        head, *rows = pay_off.speed_up_table()
+        tables.append({"source": pay_off.source, "head": head, "rows": rows, "verdict": pay_off.verdict()})
+    return tables
+
+
 def _drafted(result: Record) -> str:
     return tree(result) or f"{result.get('draft_tokens')} drafted tokens"
 
@@ -211,7 +221,9 @@ def _drafted(result: Record) -> str:
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:
     """The commands that serve the draft. vllm_key: an entry that vLLM needs, and that the config.json of older exports
     lacks."""
-    draft, steps = run.draft, run.key("evaluation.draft_tokens") or 4
+    draft, known = run.draft, pay_offs(run.by_context)
+    # by the estimate, which comes last and is for what engines run on
+    steps = known[-1].best_drafts(batch=1) if known else run.key("evaluation.draft_tokens") or 4
     window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
     flags = speculative_flags("DRAFT", steps, 1, steps + 1, window)
     speculative = json.dumps({"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": steps})
@@ -226,6 +238,9 @@ def _serving(run: RunRecord, target: str) -> dict[str, Any]:
         "window": f"{window:,}" if window else None,
         "vllm_key": layers and Markdown(json.dumps({AUX_LAYERS: [layer + 1 for layer in layers]})[1:-1]),
         "context": f"{context:,}",
+        "steps": f"{steps} draft tokens have the highest mean speed-up of these contexts, by the estimate for batch 1"
+        if known
+        else None,
     }
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eagle3.planning.payoff import best_cells
 from eagle3.reporting.plot import (
     BLUE,
     GREEN,
@@ -34,8 +35,10 @@ from eagle3.reporting.record import (
     estimated_curve,
     mean,
     measured_curve,
+    pay_offs,
     rule,
     simulated_positions,
+    tokens_label,
 )
 
 TRAINING, HELD_OUT = "training", "held out"
@@ -204,6 +207,45 @@ def _contexts(run: RunRecord, name: str, _: str) -> Plot | None:
     return contexts_plot(name, series, summary) if series else None
 
 
+def pay_off_plot(name: str, series: Sequence[Series], about: str, summary: str) -> Plot:
+    """Speed-ups by context, with a level at 1, below which drafting loses."""
+    title = "Speed-up by context"
+    contexts = context_axis("context in tokens", np.unique(np.concatenate([each.x for each in series])))
+    loses = level("no gain", contexts, 1.0)
+    axis = number_axis("times as fast as without a draft", [each.y for each in (*series, loses)])
+    axis = axis._replace(tell=lambda gain: f"{gain:.2f}")
+    return Plot(name, title, about, f"{title}: {summary}.", contexts, axis, [*series, loses])
+
+
+def _pay_off(run: RunRecord, name: str, _: str) -> Plot | None:
+    """A line for each batch, with the best number of draft tokens at each context."""
+    curves = []
+    for pay_off in pay_offs(run.by_context):
+        best = best_cells(pay_off.cells)
+        for batch in sorted({cell.batch for cell in best}):
+            cells = [cell for cell in best if cell.batch == batch]
+            measured = pay_off.source.startswith("measured")
+            label = "measured, batch 1" if measured else f"estimated, batch {batch}"
+            gains = np.array([cell.speed_up for cell in cells])
+            curves.append((label, np.array([cell.context for cell in cells], float), gains, measured))
+    if not curves:
+        return None
+    colours = (VERMILLION, *shades(sum(not measured for *_, measured in curves)))
+    series = [
+        Series(label, contexts, gains, colour, "line" if measured else "dashed", dotted=True)
+        for (label, contexts, gains, measured), colour in zip(
+            curves, colours if curves[0][-1] else colours[1:], strict=False
+        )
+    ]
+    sources = "; ".join(each.source for each in pay_offs(run.by_context))
+    summary = "; ".join(
+        f"{label} from {gains[0]:.2f} at {tokens_label(contexts[0])} to {gains[-1]:.2f} at {tokens_label(contexts[-1])}"
+        for label, contexts, gains, _ in curves
+    )
+    about = f"With the best number of draft tokens at each context; {sources}. Batch: conversations at a time."
+    return pay_off_plot(name, series, about, summary)
+
+
 def _throughput(run: RunRecord, name: str, title: str, key: str) -> Plot:
     about = "Tokens of training per second, prompts included."
     plot = _of_steps(run, name, title, key, "tokens a second", about, GREEN, zero=True)
@@ -293,6 +335,7 @@ OTHERS: tuple[tuple[str, str, Callable[[RunRecord, str, str], Plot | None], str]
         "neither held-out measurements nor evaluation.json are there",
     ),
     ("contexts", "Acceptance length by context", _contexts, "launchers/evaluate.py --by-context measures it"),
+    ("pay_off", "Speed-up by context", _pay_off, "launchers/evaluate.py --by-context measures and estimates it"),
     ("lengths", "Sample lengths", _lengths, "run.json is not there; the start of a run writes it"),
 )
 

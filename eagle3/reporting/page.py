@@ -16,11 +16,22 @@ from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
 from eagle3.reporting.markdown import Table, layout_in_words, summary
 from eagle3.reporting.plot import Colour, Plot, Series
-from eagle3.reporting.record import Record, RunRecord, context_rows, number, rule, set_rows, short, target_name, tree
+from eagle3.reporting.record import (
+    Record,
+    RunRecord,
+    context_rows,
+    number,
+    pay_offs,
+    rule,
+    set_rows,
+    short,
+    target_name,
+    tree,
+)
 
 SECTIONS = {  # title -> names of the charts
     "Training": ("total_loss", "accepted", "loss", "acceptance", "learning_rate", "gradient_norm"),
-    "Acceptance": ("positions", "contexts"),
+    "Acceptance": ("positions", "contexts", "pay_off"),
     "Speed and memory": ("throughput", "memory"),
     "Data": ("lengths",),
 }
@@ -52,7 +63,7 @@ def rendered(template: str, **values: Any) -> str:
 def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
     numbers = {
         "Training": ([], []),
-        "Acceptance": ([*filter(None, (_sets_table(run), _contexts_table(run)))], []),
+        "Acceptance": ([*filter(None, (_sets_table(run), _contexts_table(run))), *_pay_off_tables(run)], []),
         "Speed and memory": _memory(run),
         "Data": _data(run),
     }
@@ -165,6 +176,16 @@ def _sets_table(run: RunRecord) -> Table | None:
         "times as fast",
     )
     return _with_positions(f"By prompt set, {rule(run.evaluation)}", head, set_rows(run.evaluation))
+
+
+def _pay_off_tables(run: RunRecord) -> list[Table]:
+    """For each kind of costs, the speed-up by context and batch."""
+    tables = []
+    for pay_off in pay_offs(run.by_context):
+        head, *rows = pay_off.speed_up_table()
+        title = f"Speed-up with the best number of draft tokens (in brackets), {pay_off.source}; {pay_off.verdict()}"
+        tables.append(Table(title, head, rows))
+    return tables
 
 
 def _with_positions(title: str, head: Sequence[str], rows: Sequence[tuple[list[str], list[float]]]) -> Table:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from eagle3.console import all_without_passwords
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
+from eagle3.planning.payoff import Cell, PayOff
 from eagle3.reporting.schemas import ByContext, DraftFile, Evaluation, Metrics, RecipeFile, Started, first_problem
 from eagle3.text.datasets import is_dataset
 from eagle3.training.run_folder import RunFolder
@@ -287,6 +288,14 @@ def set_rows(evaluation: Record) -> list[tuple[list[str], list[float]]]:
 def _interval_text(row: Record) -> str:
     low, high = row.get("interval") or (None, None)
     return "–" if low is None or high is None else f"{low:.2f} to {high:.2f}"
+
+
+def pay_offs(by_context: Record) -> list[PayOff]:
+    """What the draft is worth, by each kind of costs in a by_context.json; older files have none."""
+    return [
+        PayOff(each["source"], [Cell(*(cell[name] for name in Cell._fields)) for cell in each["cells"]])
+        for each in by_context.get("pay_off", [])
+    ]
 
 
 def number(value: float | None) -> str:

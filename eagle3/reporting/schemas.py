@@ -75,10 +75,26 @@ class OfContext(Judged):
     interval: Interval | None = None
 
 
+class PayOffCell(BaseModel):
+    context: Annotated[int, Field(ge=1)]
+    batch: Annotated[int, Field(ge=1)]
+    drafts: Annotated[int, Field(ge=1)]
+    length: Length
+    break_even: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class PayOffFile(BaseModel):
+    """What the draft is worth by one kind of costs."""
+
+    source: str
+    cells: Annotated[list[PayOffCell], Field(min_length=1)]
+
+
 class ByContext(BaseModel):
     """The contents of by_context.json."""
 
     contexts: list[OfContext]
+    pay_off: list[PayOffFile] = []
     temperature: Amount | None = None
     topk: Count = 1
 

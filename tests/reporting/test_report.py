@@ -37,7 +37,7 @@ from eagle3.reporting.report import write_report, write_up
 from eagle3.training.run_folder import Resume, RunFolder
 
 CHARTS = {"total_loss", "accepted", "loss", "acceptance", "learning_rate", "gradient_norm"}
-CHARTS |= {"positions", "contexts", "throughput", "memory", "lengths"}
+CHARTS |= {"positions", "contexts", "pay_off", "throughput", "memory", "lengths"}
 VOID = {"meta", "img", "br"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -307,6 +307,11 @@ def test_a_damaged_file_is_named_with_its_line(run):
         ("run.json", {"data": {}}, "data.datasets: Field required"),
         ("run.json", {"memory": {"before_gib": 1, "estimate_gib": 1}}, "memory: Value error, An estimate should have "),
         ("by_context.json", {"contexts": 3}, "contexts: Input should be a valid "),
+        (
+            "by_context.json",
+            {"pay_off": [{"source": "here", "cells": []}]},
+            "pay_off.0.cells: List should have ",
+        ),
         ("by_context.json", {"contexts": [{"context": 512}]}, "contexts.0.conversations: Field required"),
         ("export/config.json", {"draft_vocab_size": None}, "draft_vocab_size: Input should be a valid integer"),
     ],
@@ -331,6 +336,12 @@ def test_the_page_has_acceptance_by_context_in_numbers(run):
     page = render(run)
     for text in ("By context, greedy", "2.60 to 2.80", "draft 2", "8k"):
         assert text in page.text, text
+    words = " ".join(page.text.split())
+    assert "estimated for 2 x h100 by data sheet; drafting pays everywhere (batch 1), nowhere (batch 4)" in words
+    (chart,) = (each["aria-label"] for each in page.all("svg") if each["aria-label"].startswith("Speed-up by context"))
+    assert (
+        "estimated, batch 4 from 1.00 at 512 to 0.50 at 8k" in chart and "measured, batch 1 from 2.00 at 512" in chart
+    )
 
 
 def test_a_folder_that_is_no_run_is_refused_in_one_line(report, tmp_path):
@@ -584,7 +595,7 @@ def test_a_run_writes_down_what_it_is_made_of(trained):
 def test_a_run_ends_with_its_report_and_its_card(trained):
     folder = RunFolder(trained.output.dir)
     page = Page(folder.report.read_text(encoding="utf-8"))
-    assert len(page.all("svg")) == len(CHARTS - {"contexts"})  # its few positions say nothing by context
+    assert len(page.all("svg")) == len(CHARTS - {"contexts", "pay_off"})  # its few positions say nothing by context
     judged = json.loads(folder.evaluation.read_text(encoding="utf-8"))
     assert f"{judged['acceptance_length']:.2f}" in page.text and "Acceptance length" in page.text
     assert judged["position_acceptance"] and f"{judged['acceptance_length']:.2f}" in folder.card.read_text(

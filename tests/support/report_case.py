@@ -193,6 +193,34 @@ SETS = [
 ]
 
 
+def pay_off() -> list[dict[str, Any]]:
+    """A by_context.json's, for one and two draft tokens, which gain 2 / 1.25 and 2.5 / 1.25 at first. Later the second
+    gains less, and a batch of 4 loses by both."""
+    lengths = {1: 2.0, 2: 2.5}
+    break_even = {
+        (512, 1): (1.25, 1.25),
+        (512, 4): (2.0, 2.5),
+        (8192, 1): (1.6, 2.5),
+        (8192, 4): (4.0, 10.0),
+    }
+    cells = [
+        {
+            "context": context,
+            "batch": batch,
+            "drafts": drafts,
+            "length": lengths[drafts],
+            "break_even": costs[drafts - 1],
+        }
+        for (context, batch), costs in break_even.items()
+        for drafts in lengths
+    ]
+    alone = [cell for cell in cells if cell["batch"] == 1]
+    return [
+        {"source": "measured here in processor seconds", "cells": alone},
+        {"source": "estimated for 2 x h100 by data sheet", "cells": cells},
+    ]
+
+
 def by_context(lengths: list[float], half: float = 0.1) -> dict[str, Any]:
     """The content of by_context.json; each length has an interval of `half` on both sides."""
     return {
@@ -217,6 +245,7 @@ def by_context(lengths: list[float], half: float = 0.1) -> dict[str, Any]:
             }
             for context, length in zip(CONTEXTS, lengths, strict=True)
         ],
+        "pay_off": pay_off(),
     }
 
 
