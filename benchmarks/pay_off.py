@@ -14,7 +14,7 @@ import json
 import random
 import statistics
 import sys
-from dataclasses import asdict, astuple
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,10 +208,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 def predictions(found: dict[tuple[int, int], list[Any]], window: int | None):
     """Each cell, predicted from the half that it is not in: like a chessboard. Acceptance by draft position is that of
     the longest chain at the same context, as in a judgement by context."""
-    timings = {}
-    for place, judged in found.items():
-        rounds = zip(*(astuple(each.timing) for each in judged), strict=True)
-        timings[place] = Timing(*map(statistics.median, rounds))
+    timings = {place: Timing.median([each.timing for each in judged]) for place, judged in found.items()}
     colour = {
         (context, drafts): (CONTEXTS.index(context) + DRAFT_TOKENS.index(drafts)) % 2 for context, drafts in timings
     }

@@ -68,6 +68,8 @@ def main() -> int:
             files=files,
             decoding=decoding,
             tree=tree,
+            windows=windows_of(options),
+            best=options.best,
         )
         if topology.is_first:
             for line in by_context.lines():
@@ -122,6 +124,14 @@ def parse() -> argparse.Namespace:
         help="these lengths in tokens, ascending (default: 512, 1024, ... as far as texts and target reach)",
     )
     parser.add_argument("--per-context", type=int, help=f"prompts of each length (default: {PER_CONTEXT})")
+    parser.add_argument(
+        "--windows", metavar="N,N,...", help="--by-context: judge with each of these windows (in keys), too"
+    )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="--by-context: decode once more with the best number of draft tokens at each context",
+    )
     parser.add_argument(
         "--gpu",
         default=DEFAULT_GPU,
@@ -208,7 +218,8 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
             "--prompts, or judge --by-context"
         )
     prompt_files(options.prompts)
-    check_window(options.window, recipe, require_export(draft), draft)
+    for window in (options.window, *windows_of(options)):
+        check_window(window, recipe, require_export(draft), draft)
     if options.engine == "transformers" and (options.topk, options.tree_tokens) != (1, None):
         raise UserError(
             "--topk, --tree-tokens: transformers drafts a chain of evaluation.draft_tokens, not a tree; use --engine "
@@ -251,13 +262,21 @@ def seed_of(options: argparse.Namespace, recipe: Recipe) -> int:
 
 def check_contexts(options: argparse.Namespace) -> None:
     if not options.by_context:
-        for name, value in (("--contexts", options.contexts), ("--per-context", options.per_context)):
+        for name, value in (
+            ("--contexts", options.contexts),
+            ("--per-context", options.per_context),
+            ("--windows", options.windows),
+        ):
             if value is not None:
                 raise UserError(f"{name} {value}: is for --by-context; give that too, or leave this out")
     if options.per_context is not None and options.per_context < 1:
         raise UserError(
             f"--per-context {options.per_context}: a length has 1 prompt or more; leave it out for {PER_CONTEXT}"
         )
+    if options.best and not options.by_context:
+        raise UserError("--best: is for --by-context; give that too, or leave this out")
+    if options.best and options.engine == "sglang":
+        raise UserError("--best: needs measured times, which SGLang does not tell; use --engine transformers")
     contexts_of(options)
     gpu_named(options.gpu)
 
@@ -265,13 +284,20 @@ def check_contexts(options: argparse.Namespace) -> None:
 def contexts_of(options: argparse.Namespace) -> list[int] | None:
     """The context lengths that the user asked for; None for the defaults. Raises UserError if they are not a list of
     ascending lengths."""
-    if options.contexts is None:
-        return None
-    fields = options.contexts.split(",")
-    contexts = [int(field) for field in fields if re.fullmatch(r" *\d{1,9} *", field)]
-    if len(contexts) != len(fields) or contexts[0] < 1 or contexts != sorted(set(contexts)):
-        raise UserError(f"--contexts {options.contexts}: name lengths in tokens, ascending, as in 512,1024,2048")
-    return contexts
+    return None if options.contexts is None else ascending("--contexts", options.contexts, "lengths in tokens")
+
+
+def windows_of(options: argparse.Namespace) -> list[int]:
+    """The other windows to judge with. Raises UserError like `contexts_of`."""
+    return [] if options.windows is None else ascending("--windows", options.windows, "numbers of keys")
+
+
+def ascending(option: str, text: str, what: str) -> list[int]:
+    fields = text.split(",")
+    numbers = [int(field) for field in fields if re.fullmatch(r" *\d{1,9} *", field)]
+    if len(numbers) != len(fields) or numbers[0] < 1 or numbers != sorted(set(numbers)):
+        raise UserError(f"{option} {text}: name {what}, ascending, as in 512,1024,2048")
+    return numbers
 
 
 def tree_of(options: argparse.Namespace, recipe: Recipe):

@@ -41,6 +41,13 @@ class ContextAcceptance:
     ties: int
     timing: Timing | None = field(default=None, compare=False)  # None if nothing was timed
 
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second of drafting and verifying, by the times measured; None if nothing was timed."""
+        if self.timing is None:
+            return None
+        return self.acceptance_length / (self.timing.extending + self.timing.proposing + self.timing.verifying)
+
     @classmethod
     def over(cls, context: int, decoded: Sequence[CountedConversation], seed: int) -> "ContextAcceptance":
         """Sum up the conversations of one context. seed: for the bootstrap. Raises UserError like
@@ -60,7 +67,7 @@ class ContextAcceptance:
             compared=result.compared,
             mismatches=result.mismatches,
             ties=result.ties,
-            timing=Timing.pooled([each.timing for each in decoded if each.timing]),
+            timing=Timing.median([each.timing for each in decoded if each.timing]),
         )
 
 
@@ -70,6 +77,16 @@ class DecodedContext(NamedTuple):
     context: int
     decoded: Sequence[CountedConversation]
     missing: str = "no text is of that length"  # why there are none, if there are none
+
+
+class BestRate(NamedTuple):
+    """Tokens per second at one context, by the times measured."""
+
+    context: int
+    drafts: int  # the number of draft tokens that promised most; 0 if it is best to decode without a draft
+    best: float  # with that number
+    fixed: float  # with the number of draft tokens of the whole judgement
+    plain: float  # without a draft
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,8 @@ class ContextJudgement:
     tree_tokens: int
     window: Window = FULL  # the draft's
     pay_offs: Sequence[PayOff] = field(default=(), compare=False)  # by measured costs and by estimated ones
+    best: Sequence[BestRate] = field(default=(), compare=False)  # if it was decoded so, too
+    other_windows: Sequence["ContextJudgement"] = ()  # the same draft and prompts, with other windows
 
     @property
     def shares(self) -> dict[int, list[float]]:
@@ -115,9 +134,8 @@ class ContextJudgement:
     @property
     def lossless(self) -> bool | None:
         """Whether every output equals plain decoding, ties aside; None if they were not compared."""
-        if not all(each.compared for each in self.contexts):
-            return None
-        return not any(each.mismatches for each in self.contexts)
+        judged = [each for judgement in (self, *self.other_windows) for each in judgement.contexts]
+        return not any(each.mismatches for each in judged) if all(each.compared for each in judged) else None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -132,6 +150,8 @@ class ContextJudgement:
             "contexts": [asdict(each) for each in self.contexts],
             "left_out": self.left_out,
             "pay_off": [each.as_dict() for each in self.pay_offs],
+            "best": [each._asdict() for each in self.best],
+            "other_windows": [each.as_dict() for each in self.other_windows],
         }
 
     def lines(self) -> list[str]:
@@ -161,7 +181,14 @@ class ContextJudgement:
             "accepted by draft position",
             *aligned([["context", *(f"{place + 1}" for place in range(self.decoding.draft_tokens))], *shares]),
             *(line for each in self.pay_offs for line in each.lines()),
+            *(self._best_lines() if self.best else []),
+            *(line for each in self.other_windows for line in each.lines()),
         ]
+
+    def _best_lines(self) -> list[str]:
+        head = ["context", "draft tokens", "best", f"with {self.decoding.draft_tokens}", "without a draft"]
+        rows = [[f"{each.context:,}", f"{each.drafts}", *(f"{rate:.1f}" for rate in each[2:])] for each in self.best]
+        return ["tokens/s with the best number of draft tokens, measured here", *aligned([head, *rows])]
 
 
 def ratio_intervals(counts: np.ndarray, verifications: np.ndarray, seed: int) -> np.ndarray | None:

@@ -370,7 +370,7 @@ def timing_of(
     if not rounds or not steps:
         return None
     context = prompt + len(output.tokens) / 2
-    return Timing(rounds, context, draft_tokens, *(phase / rounds for phase in output.seconds), plain.seconds / steps)
+    return Timing(context, draft_tokens, *(phase / rounds for phase in output.seconds), plain.seconds / steps)
 
 
 def chain_drafter(target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor) -> NewDrafter:

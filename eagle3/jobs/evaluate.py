@@ -1,6 +1,6 @@
 """Set up the judging of an exported draft from a recipe: prompts, target and engine."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain, islice
@@ -14,7 +14,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
-from eagle3.evaluation.by_context import ContextJudgement, DecodedContext
+from eagle3.evaluation.by_context import BestRate, ContextJudgement, DecodedContext
 from eagle3.evaluation.by_set import over_sets
 from eagle3.evaluation.drafter import Window, check_belongs
 from eagle3.evaluation.judge import Judgement, judge_by_context, judge_export
@@ -33,7 +33,7 @@ from eagle3.jobs.supply import engine_options
 from eagle3.parallel.topology import Topology
 from eagle3.planning.costs import MeasuredCosts
 from eagle3.planning.gpus import DEFAULT_GPU, gpu_named
-from eagle3.planning.payoff import PayOff, surface
+from eagle3.planning.payoff import PayOff, best_cells, surface
 from eagle3.planning.sheet import ServedTarget, SheetCosts
 from eagle3.recipe.schema import Recipe
 from eagle3.targets.facts import read_facts
@@ -108,12 +108,16 @@ def judge_contexts(
     files: Mapping[str, Path] | None = None,
     decoding: Decoding | None = None,
     tree: DraftTree | None = None,
+    windows: Sequence[int] = (),
+    best: bool = False,
 ) -> ContextJudgement:
     """Like `judge`, but by context length, and without printing the result. Contexts come from sample_contexts or, with
     files, from prompt_contexts, over the prompts of all sets.
 
     gpu: a name in planning/gpus.py, for the estimate of what the draft is worth
     tree: None to decode with transformers; otherwise SGLang decodes greedily, as in `judge_served`
+    windows: numbers of keys, to judge the draft with as well
+    best: whether to decode once more, with the best number of draft tokens at each context; for transformers
     """
     decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
@@ -126,12 +130,49 @@ def judge_contexts(
         prompts, _ = prompts_to_judge(inputs, files, room)
         buckets = prompt_contexts(prompts, contexts, per_context, longest)
     draft = read_exported(exported)
-    if tree is None:
-        target = target_of(inputs, draft, topology, console)
-        judgement = judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
-    else:
-        judgement = _serve_contexts(inputs, exported, tree, decoding, buckets, console)
-    return with_pay_offs(judgement, inputs, draft.config, gpu)
+    target = target_of(inputs, draft, topology, console) if tree is None else None
+
+    def judge_with(decoding: Decoding, buckets: Sequence[ContextPrompts]) -> ContextJudgement:
+        if target is None:
+            return _serve_contexts(inputs, exported, tree, decoding, buckets, console)
+        return judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
+
+    judgements = []
+    for window in (decoding.window, *windows):
+        windowed = replace(decoding, window=window)
+        judgement = with_pay_offs(judge_with(windowed, buckets), inputs, draft.config, gpu)
+        if best:
+            judgement = replace(judgement, best=best_rates(judgement, buckets, judge_with))
+        judgements.append(judgement)
+    first, *others = judgements
+    return replace(first, other_windows=others)
+
+
+def best_rates(
+    judgement: ContextJudgement,
+    buckets: Sequence[ContextPrompts],
+    judge_with: Callable[[Decoding, Sequence[ContextPrompts]], ContextJudgement],
+) -> list[BestRate]:
+    """Decode each context's prompts with the number of draft tokens that the measured costs promise most of."""
+    choices = {
+        cell.context: cell.drafts if cell.speed_up > 1 else 0 for cell in best_cells(judgement.pay_offs[0].cells)
+    }
+    judged = {each.context: each for each in judgement.contexts}
+    rates = {context: judged[context].rate for context in choices}
+    for drafts in {*choices.values()} - {0, judgement.decoding.draft_tokens}:
+        chosen = [bucket for bucket in buckets if choices.get(bucket.context) == drafts]
+        again = judge_with(replace(judgement.decoding, draft_tokens=drafts), chosen)
+        rates |= {each.context: each.rate for each in again.contexts}
+    return [
+        BestRate(
+            context,
+            drafts,
+            rates[context] if drafts else 1 / judged[context].timing.plain,
+            judged[context].rate,
+            1 / judged[context].timing.plain,
+        )
+        for context, drafts in choices.items()
+    ]
 
 
 def _serve_contexts(

@@ -74,7 +74,6 @@ def non_negative(table: np.ndarray, values: np.ndarray) -> np.ndarray:
 class Timing:
     """Mean seconds of conversations decoded one at a time, with and without a draft."""
 
-    rounds: int  # of drafting and verifying
     context: float  # mean number of tokens before a round
     drafts: int  # in a round
     # Of a round: the draft reads what was verified, proposes a chain, and the target verifies it.
@@ -84,14 +83,12 @@ class Timing:
     plain: float  # of a token without the draft
 
     @classmethod
-    def pooled(cls, timings: Sequence["Timing"]) -> "Timing | None":
-        """The mean over all rounds of conversations with equally long chains; None if there are none."""
+    def median(cls, timings: Sequence["Timing"]) -> "Timing | None":
+        """The median of each number over conversations with equally long chains, since the first one may have paid for
+        a start; None if there are none."""
         if not timings:
             return None
-        rounds = [each.rounds for each in timings]
-        means = np.average([astuple(each)[1:] for each in timings], axis=0, weights=rounds)
-        context, _, *seconds = means.tolist()
-        return cls(sum(rounds), context, timings[0].drafts, *seconds)
+        return cls(*np.median([astuple(each) for each in timings], axis=0).tolist())
 
 
 class MeasuredCosts:

@@ -1,10 +1,10 @@
 """Drafts in the forms in which other trainers and engines publish them are read as what they are."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from published_drafts import LAYOUTS, legacy_norms, rewritten, specforge, speculators
 from safetensors.torch import load_file, save_file
 from test_interchange import D2T, SIZES, T2D, _draft, _export
 
@@ -16,67 +16,7 @@ from eagle3.targets.sglang.draft_check import require_known
 IDS = T2D.nonzero().flatten()
 
 
-def specforge(values: dict, tensors: dict) -> dict:
-    """SpecForge: the same names, without an embedding."""
-    tensors.pop("embed_tokens.weight", None)
-    return values
-
-
-def safeailab(values: dict, tensors: dict) -> dict:
-    """SafeAILab (eagle/traineagle3/config.json): no sizes of its own but the usual ones, in fp16."""
-    for name, tensor in tensors.items():
-        tensors[name] = tensor.half() if tensor.is_floating_point() else tensor
-    for key in ("fc_norm", "norm_output", "eagle_config", "eagle_aux_hidden_state_layer_ids", "rope_parameters"):
-        values.pop(key, None)
-    return values
-
-
-def speculators(values: dict, tensors: dict) -> dict:
-    """vllm-project/speculators: the layer's shape in a section, the layer under `layers.0`, parts of the target."""
-    for name in [name for name in tensors if name.startswith("midlayer.")]:
-        tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
-    tensors |= {"verifier_norm.weight": torch.ones(16), "verifier_lm_head.weight": torch.ones(12, 16)}
-    own = ("draft_vocab_size", "target_hidden_size", "eagle_aux_hidden_state_layer_ids", "fc_norm", "norm_output")
-    layer = {name: value for name, value in values.items() if name not in (*own, "eagle_config", "architectures")}
-    return {
-        "speculators_model_type": "eagle3",
-        "architectures": ["Eagle3Speculator"],
-        "transformer_layer_config": layer,
-        "norm_before_residual": False,
-        "norm_before_fc": False,
-        **{name: values[name] for name in own},
-    }
-
-
-def vllm(values: dict, tensors: dict) -> dict:
-    """As vLLM holds it in memory: projections fused, everything under `model.`, token ids in d2t."""
-    for fused, parts in (("self_attn.qkv", ("q", "k", "v")), ("mlp.gate_up", ("gate", "up"))):
-        place = f"midlayer.{fused.partition('.')[0]}"
-        names = [f"{place}.{part}_proj.weight" for part in parts]
-        tensors[f"midlayer.{fused}_proj.weight"] = torch.cat([tensors.pop(name) for name in names])
-    for name in [name for name in tensors if name not in ("d2t", "t2d", "lm_head.weight")]:
-        tensors[f"model.{name.replace('midlayer.', 'layers.0.')}"] = tensors.pop(name)
-    tensors["d2t"] = IDS.clone()
-    return values
-
-
-def legacy_norms(values: dict, tensors: dict) -> dict:
-    """SGLang's former names of fc_norm."""
-    for number, third in enumerate(("low", "mid", "high")):
-        tensors[f"aux_norm_{third}.weight"] = tensors.pop(f"fc_norm.{number}.weight")
-    values["use_aux_norm"] = values.pop("fc_norm")
-    return values
-
-
-def rewritten(folder: Path, change) -> Path:
-    values, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(change(values, tensors)))
-    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-@pytest.mark.parametrize("change", [specforge, safeailab, speculators, vllm])
+@pytest.mark.parametrize("change", LAYOUTS)
 def test_a_draft_in_every_published_form_has_the_tensors_that_it_was_written_with(tmp_path, topology, change):
     own = read_exported(_export(tmp_path / "own", _draft(topology, 1)))
     read = read_exported(rewritten(_export(tmp_path / "other", _draft(topology, 1)), change))

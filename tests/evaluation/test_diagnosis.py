@@ -1,12 +1,15 @@
 """Faults that are planted in a draft are named in turn, and sound drafts are left in peace."""
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 from planted_faults import PLANTS, SEVERAL, plant_all
+from published_drafts import LAYOUTS, rewritten
 from test_teacher_forced import written_text
 from tiny_draft import DRAFT_TOKENS, NEW_TOKENS, as_target, export_trained, random_prompts, tiny_llama
 
@@ -45,8 +48,13 @@ def specimen(folder, topology, **shape) -> Specimen:
 
 
 @pytest.fixture(scope="module")
-def sound(topology, tmp_path_factory) -> Specimen:
-    return specimen(tmp_path_factory.mktemp("draft") / "export", topology)
+def folder_of_sound(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("draft") / "export"
+
+
+@pytest.fixture(scope="module")
+def sound(topology, folder_of_sound) -> Specimen:
+    return specimen(folder_of_sound, topology)
 
 
 @pytest.mark.parametrize("fault", ["hidden states one row late", "another embedding", *list(SEVERAL)[:1]])
@@ -58,6 +66,20 @@ def test_planted_faults_are_named_and_their_changes_restore_the_draft(sound, fau
     named = [finding.name for finding in diagnosis.faults]
     assert len(named) == len(cures) and all(any(name.startswith(cure) for name in named) for cure in cures), named
     assert diagnosis.accepted < healthy == pytest.approx(diagnosis.faults[-1].accepted, abs=0.05)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_draft_in_every_published_form_is_diagnosed_as_what_it_is(sound, folder_of_sound, tmp_path, layout):
+    """SafeAILab's form has the weights in fp16, and names no layers: diagnose.py takes EAGLE3's own."""
+    own = sound.reading.exported
+    read = read_exported(rewritten(shutil.copytree(folder_of_sound, tmp_path / "other"), layout))
+    published = sound.reading._replace(
+        exported=replace(read, config=replace(read.config, aux_layers=own.config.aux_layers))
+    )
+    assert sound.measure(published).accepted == pytest.approx(sound.measure(sound.reading).accepted, abs=0.02)
+    faulty, (cure,) = plant_all(published, (PLANTS["hidden states one row late"],), sound.around)
+    (fault,) = sound.diagnosed(faulty).faults
+    assert fault.name.startswith(cure)
 
 
 @pytest.mark.parametrize("shape", [{}, {"window": 16}, {"rope_parameters": YARN, "norm_output": True}], ids=str)

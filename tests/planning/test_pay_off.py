@@ -73,7 +73,6 @@ def test_measured_costs_predict_other_contexts_and_chains(window):
     def timing(context: int, drafts: int) -> Timing:
         seen = context if window is None else min(context, window)
         return Timing(
-            rounds=10,
             context=context,
             drafts=drafts,
             extending=1e-3,
@@ -90,10 +89,10 @@ def test_measured_costs_predict_other_contexts_and_chains(window):
         assert costs.drafting(1, context, drafts) == pytest.approx(expected.extending + expected.proposing)
 
 
-def test_times_are_pooled_over_rounds():
-    one, two = Timing(10, 100.0, 4, 1.0, 2.0, 3.0, 4.0), Timing(30, 200.0, 4, 5.0, 6.0, 7.0, 8.0)
-    assert Timing.pooled([one, two]) == Timing(40, 175.0, 4, 4.0, 5.0, 6.0, 7.0)
-    assert Timing.pooled([]) is None
+def test_a_median_leaves_out_what_a_first_conversation_pays_for():
+    first, second, third = (Timing(100.0 * n, 4, *([seconds] * 4)) for n, seconds in ((1, 50.0), (2, 2.0), (3, 1.0)))
+    assert Timing.median([first, second, third]) == Timing(200.0, 4, 2.0, 2.0, 2.0, 2.0)
+    assert Timing.median([]) is None
 
 
 @pytest.mark.parametrize(
