@@ -100,7 +100,8 @@ def judge_contexts(
     decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
-    longest = longest_prompt(most, decoding.new_tokens, decoding.draft_tokens if tree is None else tree.room)
+    room = (tree or DraftTree.of(decoding.draft_tokens, 1, None)).room  # for a chain the same by both engines
+    longest = longest_prompt(most, decoding.new_tokens, room)
     if prompts_file is None:
         buckets = sample_contexts(inputs.held_out, contexts, per_context, longest)
     else:
