@@ -122,7 +122,7 @@ def judge_contexts(
     decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
-    room = decoding.draft_tokens if tree is None else tree.room
+    room = (tree or DraftTree.of(decoding.draft_tokens, 1, None)).room  # for a chain the same by both engines
     longest = longest_prompt(most, decoding.new_tokens, room)
     if not files:
         buckets = sample_contexts(inputs.held_out, contexts, per_context, longest)
@@ -158,20 +158,16 @@ def best_rates(
         cell.context: cell.drafts if cell.speed_up > 1 else 0 for cell in best_cells(judgement.pay_offs[0].cells)
     }
     judged = {each.context: each for each in judgement.contexts}
-    rates = {context: judged[context].rate for context in choices}
-    for drafts in {*choices.values()} - {0, judgement.decoding.draft_tokens}:
+    plain = {context: 1 / each.timing.plain for context, each in judged.items()}
+    unchanged = {0: plain, judgement.decoding.draft_tokens: {context: each.rate for context, each in judged.items()}}
+    rates = {context: unchanged[drafts][context] for context, drafts in choices.items() if drafts in unchanged}
+    for drafts in {*choices.values()} - unchanged.keys():
         chosen = [bucket for bucket in buckets if choices.get(bucket.context) == drafts]
         again = judge_with(replace(judgement.decoding, draft_tokens=drafts), chosen)
         rates |= {each.context: each.rate for each in again.contexts}
     return [
-        BestRate(
-            context,
-            drafts,
-            rates[context] if drafts else 1 / judged[context].timing.plain,
-            judged[context].rate,
-            1 / judged[context].timing.plain,
-        )
-        for context, drafts in choices.items()
+        BestRate(context, choices[context], rates[context], judged[context].rate, plain[context])
+        for context in sorted(rates)
     ]
 
 

@@ -99,6 +99,8 @@ def test_the_card_has_the_runs_results_and_their_conditions(run):
         "tensor 1 x ulysses 2 x ring 2 x data 2",
     ):
         assert part in text, part
+    change(run.by_context, topk=2, tree_tokens=8)
+    assert "By context (transformers 5.19.0, trees of 8 tokens, 2 branches a node, greedy)" in card(run)
 
 
 def test_a_card_has_a_row_for_each_prompt_set_and_none_without(run):

@@ -127,10 +127,11 @@ def test_runs_measured_in_different_ways_are_compared_with_a_warning(tmp_path):
     written = contexts_table(compared).markdown()
     assert "temperature DIFFERS: 0.0 (one), 0.8 (other)" in written
     assert "target " not in written  # neither file knows it
-    change(one.by_context, target="acme/tiny-8B", seed=3)
+    change(one.by_context, target="acme/tiny-8B", seed=3, topk=2, tree_tokens=8)
     written = contexts_table(read_compared([one.path, other.path], None)).markdown()
     assert "target DIFFERS: acme/tiny-8B (one), None (other); " in written
     assert "seed DIFFERS: 3 (one), 0 (other); " in written
+    assert "tree DIFFERS: trees of 8 tokens, 2 branches a node (one), None (other); " in written
     assert "| 1k | 2.80 [2.70, 2.90] (300) | – |" in written and "| 2.70 (300) |" in written
     assert measured_curve(compared[1].found).contexts.tolist() == [512, 8192]
     write_comparison(compared, tmp_path / "out")
