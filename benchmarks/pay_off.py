@@ -2,10 +2,11 @@
 
     python benchmarks/pay_off.py published           another draft's break-even acceptance lengths, ten from five
     python benchmarks/pay_off.py measured --draft F  tokens/s by context and draft tokens, half predicted from half
+    python benchmarks/pay_off.py plot NAME=FILE ...  a chart of several by_context.json, with all their windows
 
-Both print a table in Markdown; --json FILE also writes one JSON document. `measured` decodes with transformers, by
-default with the target of recipes/long-context-demo.yaml: four contexts, three numbers of draft tokens, five rounds, in
-processor seconds (about 10 minutes on two cores).
+The first two print a table in Markdown; --json FILE also writes one JSON document. `measured` decodes with
+transformers, by default with the target of recipes/long-context-demo.yaml: four contexts, three numbers of draft
+tokens, five rounds, in processor seconds (about 10 minutes on two cores).
 """
 
 import argparse
@@ -24,6 +25,8 @@ from reporting import headline, origin, positive, table
 from eagle3.errors import run_command
 from eagle3.planning.costs import Forward, MeasuredCosts, Timing, non_negative
 from eagle3.planning.payoff import acceptance_length
+from eagle3.reporting.charts import pay_off_plot
+from eagle3.reporting.plot import COLOURS, Plot, Series, png
 
 ROOT = Path(__file__).parent.parent
 # A full-attention draft for Kimi-K3, 4 draft tokens, eight B300 (vllm-project/vllm#54691, 2026-09-12):
@@ -36,18 +39,24 @@ PUBLISHED = {
 }
 FITTED = ((2, 1), (2, 16), (131, 1), (131, 16), (32, 4))  # the corners, and one in the middle
 MARK_PUBLISHED, MARK_MEASURED = 0.15, 0.10
+WIDE = 7.0  # inches of the chart
 CONTEXTS, DRAFT_TOKENS = (512, 1024, 2048, 4096), (1, 2, 4)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("published", "measured"))
+    parser.add_argument("what", choices=("published", "measured", "plot"))
+    parser.add_argument("judged", nargs="*", metavar="NAME=FILE", help="plot: results of evaluate.py --by-context")
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "long-context-demo.yaml")
     parser.add_argument("--draft", type=Path, help="folder of the draft to measure with")
     parser.add_argument("--per-context", type=positive, default=6, help="prompts of each context")
     parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--out", type=Path, default=Path("speed-up.png"), help="plot: the chart's file")
     parser.add_argument("--json", type=Path, help="a file for the results as one JSON document")
     options = parser.parse_args()
+    if options.what == "plot":
+        options.out.write_bytes(png(plot(options.judged), WIDE))
+        return 0
     if options.what == "measured" and options.draft is None:
         parser.error("measured: name a draft for the recipe's target with --draft")
     results = published() if options.what == "published" else measured(options)
@@ -250,6 +259,24 @@ def measured_text(document: dict[str, Any]) -> str:
     ]
     head = ["context", "draft tokens", "tokens/s", "predicted", "error", "without the draft", "predicted"]
     return table(f"{headline(document)}; tokens per processor second.", head, rows)
+
+
+# Plot ----------------------------------------------------------------------------------------------------------------
+
+
+def plot(judged: list[str]) -> Plot:
+    """The speed-up with the best number of draft tokens by context, as measured, with a line for each draft and
+    window."""
+    series = []
+    for place, (name, file) in enumerate(each.split("=", 1) for each in judged):
+        result = json.loads(Path(file).read_text(encoding="utf-8"))
+        for look, one in zip(("line", "dashed", "pale"), (result, *result["other_windows"]), strict=False):
+            best = one["pay_off"][0]["best"]
+            window = f", window {one['window']}" if one["window"] else ""
+            gains = np.array([cell["speed_up"] for cell in best])
+            contexts = np.array([float(cell["context"]) for cell in best])
+            series.append(Series(name + window, contexts, gains, COLOURS[place], look, dotted=True))
+    return pay_off_plot("speed-up", series, "", "")
 
 
 if __name__ == "__main__":
