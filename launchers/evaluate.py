@@ -46,11 +46,14 @@ def main() -> int:
     if options.window is None:
         warn_of_another_window(recipe, draft, console)
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
+        from eagle3.draft.interchange import read_exported
         from eagle3.evaluation.acceptance import Sampling
         from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judge_served, target_and_texts
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
+    for doubt in read_exported(draft).doubts:
+        console.warn(doubt)
     topology = start_distributed()
     inputs = gather_inputs(find_target(recipe, topology.device, console, make=False), console, judging=True)
     files, seed = prompt_files(options.prompts), seed_of(options, recipe)
