@@ -233,7 +233,7 @@ def _aux(captured: dict[int, Tensor], target: TransformersTarget) -> Tensor:
 # Many conversations --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CountedConversation:
     """What is counted of a conversation that an engine decoded speculatively and plainly."""
 
