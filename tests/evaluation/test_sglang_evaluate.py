@@ -35,7 +35,7 @@ class Case:
     prompts_file: Path
     answers: list[list[int]]  # the target's, to prompts of 4, 5, 6 and 7 tokens
 
-    def evaluate(self, *arguments: str) -> str:
+    def evaluate(self, *arguments: str | int) -> str:
         """Let the launcher judge by SGLang. Returns what it prints."""
         command = [sys.executable, "launchers/evaluate.py", "--recipe", self.recipe, "--engine", "sglang"]
         command += ["--prompts", self.prompts_file, "--draft", self.folder / "export", *arguments]
