@@ -185,9 +185,8 @@ def test_what_people_read_names_engine_and_speed():
     lines = judgement.lines()
     assert "30.0 tokens/s, 20.0 without the draft: 1.50 times as fast (by sglang 0.5.23" in lines[-1]
     assert not any("untrained" in line for line in lines)
-    document = judgement.as_dict()
+    document = json.loads(json.dumps(judgement.as_dict()))
     assert document["engine"] == "sglang" and document["speed"] == {"speculative": 30.0, "plain": 20.0}
-    assert json.loads(json.dumps(document)) == document
     assert document["same_load"] and "same load" not in lines[-1]
     apart = replace(judgement, same_load=False)
     assert not apart.as_dict()["same_load"] and "not measured under the same load" in apart.lines()[-1]

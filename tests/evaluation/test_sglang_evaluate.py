@@ -35,7 +35,7 @@ class Case:
     files: dict[str, Path]  # a prompt set of one prompt, and one of the others
     answers: list[list[int]]  # the target's, to prompts of 4, 5, 6 and 7 tokens
 
-    def evaluate(self, *arguments: str) -> str:
+    def evaluate(self, *arguments: str | int) -> str:
         """Let the launcher judge by SGLang. Returns what it prints."""
         command = [sys.executable, "launchers/evaluate.py", "--recipe", self.recipe, "--engine", "sglang"]
         command += [word for file in self.files.values() for word in ("--prompts", file)]
