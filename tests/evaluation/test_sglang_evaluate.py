@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +120,6 @@ def test_both_engines_give_the_same_by_context(case, topology):
     assert ([each["conversations"] for each in served["contexts"]], served["left_out"]) == ([1, 3], [16])
     assert all(1 < each["acceptance_length"] < 1 + STEPS for each in served["contexts"])
     assert "context 16: left out, no text is of that length" in output
-    for line in own.lines()[:10]:
+    for line in replace(own, pay_offs=()).lines():
         assert line in output
     assert "speed-up with the best number of draft tokens (in brackets), estimated for 1 x h100 by data sheet" in output
