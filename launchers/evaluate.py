@@ -221,8 +221,10 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
             "--prompts, or judge --by-context"
         )
     prompt_files(options.prompts)
-    for window in (options.window, *windows_of(options)):
-        check_window(window, recipe, require_export(draft), draft)
+    config = require_export(draft)
+    check_window("--window", options.window, recipe, config, draft)
+    for window in windows_of(options):
+        check_window("--windows", window, recipe, config, draft)
     if options.engine == "transformers" and (options.topk, options.tree_tokens) != (1, None):
         raise UserError(
             "--topk, --tree-tokens: transformers drafts a chain of evaluation.draft_tokens, not a tree; use --engine "
@@ -235,12 +237,12 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
         tree_of(options, recipe)
 
 
-def check_window(window: int | None, recipe: Recipe, config: DraftConfig, draft: Path) -> None:
+def check_window(option: str, window: int | None, recipe: Recipe, config: DraftConfig, draft: Path) -> None:
     if window is not None and not 1 <= window <= MOST_KEYS:
-        raise UserError(f"--window {window}: not a number of keys, 1 or more; leave it out for the draft's own")
+        raise UserError(f"{option} {window}: not a number of keys, 1 or more; leave it out for the draft's own")
     origin = str(draft / "config.json")
     if window is not None:
-        config, origin = replace(config, window=window), f"--window {window}"
+        config, origin = replace(config, window=window), f"{option} {window}"
     config.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
 
 

@@ -155,8 +155,8 @@ class ContextJudgement:
         }
 
     def lines(self) -> list[str]:
-        """Two tables of at most 60 columns (up to 10 draft positions): acceptance lengths, and shares by position. A
-        tree of drafts is named above them."""
+        """Tables, line by line: acceptance lengths, and shares by position (at most 60 columns each, up to 10 draft
+        positions); what the draft is worth; and all of it again for other windows."""
         lengths = [
             [
                 f"{each.context:,}",

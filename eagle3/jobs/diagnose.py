@@ -96,6 +96,7 @@ def diagnose_draft(
     exported = replace(exported, config=replace(exported.config, aux_layers=layers))
     target = target_of(known, exported, topology, console, aux_layers=layers)
     decoded, texts = _write(target, exported, prompts.as_given, known.recipe.evaluation, topology, console)
+    figures = SpeculativeResult.over(decoded)
     by_context = _by_context(known, exported.config, prompts.as_given, decoded, gpu, console)
     others = []
     if prompts.other is not None:
@@ -121,7 +122,7 @@ def diagnose_draft(
         console,
     )
     diagnosis = replace(diagnosis, notes=[*exported.doubts, *diagnosis.notes])
-    return DiagnosedDraft(SpeculativeResult.over(decoded), diagnosis, by_context)
+    return DiagnosedDraft(figures, diagnosis, by_context)
 
 
 class Answered(NamedTuple):

@@ -19,9 +19,11 @@ from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding, Sampling
 from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement, DecodedContext, ratio_intervals
 from eagle3.evaluation.drafter import untrained_draft
-from eagle3.evaluation.prompts import prompt_contexts, sample_contexts
+from eagle3.evaluation.prompts import ContextPrompts, prompt_contexts, sample_contexts
 from eagle3.evaluation.speculative import CountedConversation
-from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, prompts_to_judge
+from eagle3.jobs.evaluate import best_rates, decoding_of, judge, judge_contexts, prompts_to_judge
+from eagle3.planning.costs import Timing
+from eagle3.planning.payoff import Cell, PayOff
 from eagle3.preflight.result_file import require_result_place
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import fingerprint
@@ -340,10 +342,52 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topo
     judgement = judge_contexts(*arguments, contexts=[32, 64], per_context=2, decoding=decoding)
     assert [each.conversations for each in judgement.contexts] == [2, 2] and judgement.lossless is None
     assert judgement.lines()[0] == "acceptance length by context (temperature 0.8, 12 new tokens)"
-    again = judge_contexts(*arguments, contexts=[32, 64], per_context=2, decoding=decoding)
-    assert again == judgement
+    again = judge_contexts(*arguments, contexts=[32, 64], per_context=2, decoding=decoding, windows=[8], best=True)
+    (windowed,) = again.other_windows
+    assert replace(again, other_windows=[]) == replace(judgement, other_windows=[])
+    assert windowed.window == (8, None) and windowed.lines()[1].startswith("judged with a window of 8 keys")
+    assert [(each.context, each.drafts, each.best) for each in again.best] == [
+        (each.context, 0, 1 / each.timing.plain) for each in again.contexts
+    ], "the draft has learnt nothing, so none of it is best"
     with pytest.raises(UserError, match="--contexts: 512 is beyond the target's context of 256; name smaller ones"):
         judge_contexts(*arguments, contexts=[64, 512], per_context=2)
+
+
+def judged_by_hand(context: int, drafts: int, per_round: int, seconds: float) -> ContextJudgement:
+    """Ten rounds with `per_round` tokens in `seconds` each; a token takes a second without a draft."""
+    conversation = CountedConversation(
+        10 * per_round,
+        10,
+        10 * per_round,
+        [10 * (per_round > place + 1) for place in range(drafts)],
+        "identical",
+        10,
+        1.0,
+        1.0,
+        Timing(context, drafts, 0.0, seconds / 2, seconds / 2, plain=1.0),
+    )
+    decoded = [DecodedContext(context, [conversation])]
+    chain = {"topk": 1, "tree_tokens": drafts + 1}
+    return ContextJudgement.over(decoded, "transformers", Decoding(drafts, 64), print, **chain)
+
+
+def test_the_best_number_of_draft_tokens_is_decoded_with_where_it_pays():
+    """The first of three drafts is accepted in every round, and the others cost more than they bring."""
+    judged, again = judged_by_hand(512, 3, 2, seconds=1.8), judged_by_hand(512, 1, 2, seconds=1.25)
+    cells = [Cell(512, 1, 1, 2.0, 1.5), Cell(512, 1, 2, 2.0, 1.7), Cell(512, 1, 3, 2.0, 1.8)]
+    asked = []
+
+    def judge_with(decoding, buckets):
+        asked.append((decoding.draft_tokens, [bucket.context for bucket in buckets]))
+        return again
+
+    buckets = [ContextPrompts(512, []), ContextPrompts(1024, [])]
+    judged = replace(judged, pay_offs=[PayOff("by hand", cells)])
+    (best,) = best_rates(judged, buckets, judge_with)
+    assert asked == [(1, [512])]
+    assert best == (512, 1, pytest.approx(2 / 1.25), pytest.approx(2 / 1.8), 1.0)
+    lines = replace(judged, best=[best]).lines()
+    assert lines[-1].split() == ["512", "1", "1.6", "1.1", "1.0"]
 
 
 @pytest.mark.parametrize(
