@@ -67,7 +67,7 @@ def main() -> int:
             console,
             contexts=contexts_of(options),
             per_context=options.per_context or PER_CONTEXT,
-            gpu=options.gpu,
+            gpu=options.gpu or DEFAULT_GPU,
             files=files,
             decoding=decoding,
             tree=tree,
@@ -137,9 +137,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--gpu",
-        default=DEFAULT_GPU,
         help=f"--by-context: GPU to estimate the speed-up for, by its data sheet: {', '.join(GPUS)} "
-        "(default: %(default)s)",
+        f"(default: {DEFAULT_GPU})",
     )
     parser.add_argument(
         "--window",
@@ -271,6 +270,7 @@ def check_contexts(options: argparse.Namespace) -> None:
             ("--contexts", options.contexts),
             ("--per-context", options.per_context),
             ("--windows", options.windows),
+            ("--gpu", options.gpu),
         ):
             if value is not None:
                 raise UserError(f"{name} {value}: is for --by-context; give that too, or leave this out")
@@ -283,7 +283,7 @@ def check_contexts(options: argparse.Namespace) -> None:
     if options.best and options.engine == "sglang":
         raise UserError("--best: needs measured times, which SGLang does not tell; use --engine transformers")
     contexts_of(options)
-    gpu_named(options.gpu)
+    gpu_named(options.gpu or DEFAULT_GPU)
 
 
 def contexts_of(options: argparse.Namespace) -> list[int] | None:

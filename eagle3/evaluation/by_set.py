@@ -7,15 +7,12 @@ from typing import Any
 import numpy as np
 
 from eagle3.console import Say, Warned, aligned
-from eagle3.errors import UserError
 from eagle3.evaluation.by_context import output_in_a_word, ratio_intervals
 from eagle3.evaluation.speculative import CountedConversation, SpeculativeResult
 
 
 def over_sets(
-    sizes: Mapping[str, int],
-    decoded: Sequence[CountedConversation],
-    report: Say,
+    sizes: Mapping[str, int], decoded: Sequence[CountedConversation], report: Say
 ) -> dict[str, SpeculativeResult]:
     """The figures of each prompt set, by its name. A set in which nothing was verified is left out, with a warning to
     `report`.
@@ -24,9 +21,10 @@ def over_sets(
     """
     rest, figures = iter(decoded), {}
     for name, size in sizes.items():
-        try:
-            figures[name] = SpeculativeResult.over(list(islice(rest, size)))
-        except UserError:
+        its_own = list(islice(rest, size))
+        if any(each.verifications for each in its_own):
+            figures[name] = SpeculativeResult.over(its_own)
+        else:
             ended = "the target ends all its conversations with their first token"
             report(Warned(f"prompt set {name}: left out, {ended}; use other prompts"))
     return figures

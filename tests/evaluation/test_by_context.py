@@ -400,6 +400,7 @@ def test_the_best_number_of_draft_tokens_is_decoded_with_where_it_pays():
         (["--by-context", "--per-context", "0"], "--per-context 0: a length has 1 prompt or more"),
         (["--contexts", "64"], "--contexts 64: is for --by-context"),
         (["--windows", "64"], "--windows 64: is for --by-context"),
+        (["--gpu", "h200"], "--gpu h200: is for --by-context"),
         (["--by-context", "--windows", "64,2"], "--windows 64,2: name numbers of keys, ascending"),
         (["--by-context", "--windows", "3"], "--windows 3: "),
         (["--best"], "--best: is for --by-context"),
