@@ -221,8 +221,8 @@ def predictions(found: dict[tuple[int, int], list[Any]], window: int | None):
     colour = {
         (context, drafts): (CONTEXTS.index(context) + DRAFT_TOKENS.index(drafts)) % 2 for context, drafts in timings
     }
-    for place, timing in timings.items():
-        context, drafts = place
+    for place in sorted(timings):
+        (context, drafts), timing = place, timings[place]
         costs = MeasuredCosts([timings[other] for other in timings if colour[other] != colour[place]], window)
         measured_rate = statistics.median(
             each.acceptance_length / (each.timing.extending + each.timing.proposing + each.timing.verifying)
