@@ -6,6 +6,7 @@ takes one forward of the target. So the speed-up is L / B, where B = (drafting +
 acceptance length: the L below which drafting loses.
 """
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -75,36 +76,51 @@ def best_cells(cells: Sequence[Cell]) -> list[Cell]:
     return [best[place] for place in sorted(best)]
 
 
+class Range(NamedTuple):
+    """A range of contexts in tokens; None for an end that is beyond the contexts judged."""
+
+    low: float | None
+    high: float | None
+
+    def __str__(self) -> str:
+        if self.low is None:
+            return "everywhere" if self.high is None else f"up to about {self.high:,.0f} tokens"
+        return f"from about {self.low:,.0f} tokens" + ("" if self.high is None else f" to about {self.high:,.0f}")
+
+
 class Paying(NamedTuple):
     """Where drafting pays at one batch, with the best number of draft tokens at each context."""
 
     batch: int
-    pays: bool  # whether it pays at any context
-    until: float | None  # the context in tokens from which it does not; None if there is no such context
+    ranges: list[Range]  # ascending; empty if it pays nowhere
 
     def __str__(self) -> str:
-        if not self.pays:
-            return "nowhere"
-        return "everywhere" if self.until is None else f"up to about {self.until:,.0f} tokens"
+        return f"{' and '.join(map(str, self.ranges)) or 'nowhere'} (batch {self.batch})"
 
 
 def where_it_pays(cells: Sequence[Cell]) -> list[Paying]:
-    """For each batch, the context from which on drafting does not pay. Between two contexts, the best speed-up is taken
-    to be linear in the logarithm of the context."""
-    batches = sorted({cell.batch for cell in cells})
-    return [_where(batch, [cell for cell in cells if cell.batch == batch]) for batch in batches]
-
-
-def _where(batch: int, cells: Sequence[Cell]) -> Paying:
+    """For each batch, the contexts at which drafting pays. Between two of them, the best speed-up is taken to be linear
+    in the logarithm of the context."""
     best = best_cells(cells)
-    paying = [place for place, cell in enumerate(best) if cell.speed_up > 1]
-    if not paying:
-        return Paying(batch, pays=False, until=None)
-    if paying[-1] == len(best) - 1:
-        return Paying(batch, pays=True, until=None)
-    last, after = best[paying[-1] : paying[-1] + 2]
-    part = (last.speed_up - 1) / (last.speed_up - after.speed_up)
-    return Paying(batch, pays=True, until=last.context * (after.context / last.context) ** part)
+    return [
+        Paying(batch, _ranges([cell for cell in best if cell.batch == batch]))
+        for batch in sorted({cell.batch for cell in best})
+    ]
+
+
+def _ranges(cells: Sequence[Cell]) -> list[Range]:
+    """The ranges with a speed-up above 1, of cells with ascending contexts."""
+    ranges, low = [], None
+    for before, cell in itertools.pairwise(cells):
+        if (before.speed_up > 1) == (cell.speed_up > 1):
+            continue
+        part = (before.speed_up - 1) / (before.speed_up - cell.speed_up)
+        crossing = before.context * (cell.context / before.context) ** part
+        if cell.speed_up > 1:
+            low = crossing
+        else:
+            ranges.append(Range(low, crossing))
+    return [*ranges, Range(low, None)] if cells[-1].speed_up > 1 else ranges
 
 
 @dataclass(frozen=True)
@@ -126,7 +142,10 @@ class PayOff:
             "source": self.source,
             "cells": told(self.cells),
             "best": told(best_cells(self.cells)),
-            "paying": [each._asdict() for each in where_it_pays(self.cells)],
+            "paying": [
+                {"batch": batch, "ranges": [each._asdict() for each in ranges]}
+                for batch, ranges in where_it_pays(self.cells)
+            ],
         }
 
     def best_drafts(self, batch: int) -> int:
@@ -150,7 +169,7 @@ class PayOff:
 
     def verdict(self) -> str:
         """Where drafting pays, in words."""
-        return "drafting pays " + ", ".join(f"{each} (batch {each.batch})" for each in where_it_pays(self.cells))
+        return f"drafting pays {', '.join(map(str, where_it_pays(self.cells)))}"
 
     def lines(self) -> list[str]:
         return [
