@@ -58,7 +58,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--draft", help="folder or hub id of the draft (default: output.dir/export)")
     parser.add_argument("--target", help="folder or hub id of its target (default: the recipe's model.target)")
     parser.add_argument(
-        "--prompts", type=Path, help="a file as for evaluate.py (default: the recipe's held-out conversations)"
+        "--prompts",
+        type=Path,
+        action=Once,
+        help="a file as for evaluate.py (default: the recipe's held-out conversations)",
     )
     parser.add_argument(
         "--out", type=Path, default=Path("diagnosis.json"), help="file for the result as JSON (default: %(default)s)"
@@ -70,6 +73,15 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--quiet", action="store_true", help="print only the result")
     return parser.parse()
+
+
+class Once(argparse.Action):
+    """An option that argparse would take the last value of if it stood there twice."""
+
+    def __call__(self, parser, options, value, name=None) -> None:
+        if getattr(options, self.dest) is not None:
+            raise UserError(f"{name} {value}: one file only, and {getattr(options, self.dest)} is given too; join them")
+        setattr(options, self.dest, value)
 
 
 def recipe_of(options: argparse.Namespace) -> Recipe:

@@ -224,6 +224,8 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
     check_window("--window", options.window, recipe, config, draft)
     for window in windows_of(options):
         check_window("--windows", window, recipe, config, draft)
+        if window == (options.window or config.window):
+            raise UserError(f"--windows {options.windows}: the draft is judged with {window} anyway; leave that out")
     if options.engine == "transformers" and (options.topk, options.tree_tokens) != (1, None):
         raise UserError(
             "--topk, --tree-tokens: transformers drafts a chain of evaluation.draft_tokens, not a tree; use --engine "

@@ -187,8 +187,11 @@ class ContextJudgement:
 
     def _best_lines(self) -> list[str]:
         head = ["context", "draft tokens", "best", f"with {self.decoding.draft_tokens}", "without a draft"]
-        rows = [[f"{each.context:,}", f"{each.drafts}", *(f"{rate:.1f}" for rate in each[2:])] for each in self.best]
-        return ["tokens/s with the best number of draft tokens, measured here", *aligned([head, *rows])]
+        rows = [
+            [f"{context:,}", f"{drafts or 'none'}", *(f"{rate:.1f}" for rate in rates)]
+            for context, drafts, *rates in self.best
+        ]
+        return [f"tokens/s with the best number of draft tokens, {self.pay_offs[0].source}", *aligned([head, *rows])]
 
 
 def ratio_intervals(counts: np.ndarray, verifications: np.ndarray, seed: int) -> np.ndarray | None:

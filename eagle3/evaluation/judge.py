@@ -1,7 +1,7 @@
 """Judge an exported draft with transformers: on prompts, compared with an untrained draft, or by context length."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +26,7 @@ from eagle3.targets.transformers import TransformersTarget
 Engine = Literal["transformers", "sglang"]
 UNTRAINED_CONVERSATIONS = 8  # enough to show that none of its drafts is accepted; each token then takes a verification
 EXAMPLES = 4
+WARM_UP_TOKENS = 8
 PROMPT_CHARACTERS = 300  # from the end of an example's prompt
 LONGEST_CHARACTER = 4  # most tokens that a character can have: its UTF-8 bytes
 
@@ -206,7 +207,10 @@ def judge_by_context(
     its conversations with their first token. Raises UserError like `judge_export`, and if no bucket is left.
     """
     (draft, d2t, _), window = _load(exported, target, groups, decoding.window)
-    decode = partial(decode_conversations, target, chain_drafter(target, draft, d2t), decoding=decoding, report=report)
+    decode = partial(decode_conversations, target, chain_drafter(target, draft, d2t), report=report)
+    first = next((prompts[:1] for _, prompts in buckets if prompts), [])
+    if first:  # so that no conversation's times hold what a process does once
+        decode(first, decoding=replace(decoding, new_tokens=WARM_UP_TOKENS), report=lambda _: None)
 
     def decoded() -> Iterator[DecodedContext]:
         for context, prompts in buckets:
@@ -214,7 +218,7 @@ def judge_by_context(
             if prompts:
                 report(f"{label}: {counted(len(prompts), 'prompt')}")
                 try:
-                    bucket = DecodedContext(context, decode(prompts, task=label))
+                    bucket = DecodedContext(context, decode(prompts, decoding=decoding, task=label))
                 except torch.OutOfMemoryError as error:  # keep what has been measured so far
                     bucket = DecodedContext(context, [], f"out of memory ({first_sentence(error)})")
             yield bucket

@@ -163,8 +163,10 @@ def _by_context(
     gpu: str,
     console: Console,
 ) -> ContextJudgement:
-    """How the draft does by the length of its prompts, and what it is worth there."""
-    contexts = contexts_up_to(max(map(len, prompts)))
+    """How the draft does by the length of its prompts, and what it is worth there. The last context is that of the
+    longest prompt, which may be far below the next one."""
+    longest = max(map(len, prompts))
+    contexts = [*contexts_up_to(longest)[:-1], longest]
     groups: dict[int, list[DecodedConversation]] = {context: [] for context in contexts}
     for prompt, conversation in zip(prompts, decoded, strict=True):
         groups[contexts[bisect_left(contexts, len(prompt))]].append(conversation)

@@ -198,7 +198,8 @@ def with_pay_offs(judgement: ContextJudgement, known: KnownTarget, draft: DraftC
     facts = read_facts(known.target, model.revision, model.trust_remote_code)
     gpus = facts.engine_gpus(sheet.memory * sheet.for_weights)
     estimated = SheetCosts(ServedTarget.of(facts), replace(draft, window=window), sheet, gpus)
-    pay_offs = [PayOff(f"estimated for {gpus} x {gpu} by data sheet", surface(estimated, judgement.shares, BATCHES))]
+    source = f"estimated for {gpus} x {gpu.upper()} by data sheet, not measured"
+    pay_offs = [PayOff(source, surface(estimated, judgement.shares, BATCHES, estimated.fits))]
     timings = [each.timing for each in judgement.contexts if each.timing]
     if timings:
         clock = "seconds" if torch.cuda.is_available() else "processor seconds"

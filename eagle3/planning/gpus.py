@@ -17,7 +17,8 @@ class Gpu:
     reached_bandwidth: float = 0.75
     layer_seconds: float = 10e-6  # of launching and of short kernels, for each layer of a forward
     reduction_seconds: float = 10e-6  # for each of a layer's two reductions among several GPUs
-    for_weights: float = 0.7  # share of the memory that weights may take; the rest holds keys
+    usable: float = 0.9  # share of the memory for weights and keys
+    for_weights: float = 0.7  # share that weights may take, so that there is room for keys
 
 
 GPUS = {
@@ -31,6 +32,7 @@ DEFAULT_GPU = "h100"
 
 def gpu_named(name: str) -> Gpu:
     """The GPU of that name. Raises UserError if it is not known."""
+    name = name.lower()
     if name not in GPUS:
         raise UserError(f"--gpu {name}: no data sheet of it is known here; use one of {', '.join(GPUS)}")
     return GPUS[name]

@@ -9,9 +9,10 @@ acceptance length: the L below which drafting loses.
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
-from eagle3.console import aligned
+from eagle3.console import aligned, counted
 
 
 class Costs(Protocol):
@@ -49,9 +50,17 @@ def acceptance_length(shares: Sequence[float], drafts: int) -> float:
     return 1 + sum(shares[:drafts])
 
 
-def surface(costs: Costs, shares: Mapping[int, Sequence[float]], batches: Sequence[int]) -> list[Cell]:
-    """A cell for each context, batch and number of draft tokens, in this order. shares: by context, as for
-    `acceptance_length`; they set the numbers of draft tokens."""
+def surface(
+    costs: Costs,
+    shares: Mapping[int, Sequence[float]],
+    batches: Sequence[int],
+    fits: Callable[[int, int], bool] = lambda batch, context: True,
+) -> list[Cell]:
+    """A cell for each context, batch and number of draft tokens, in this order.
+
+    shares: by context, as for `acceptance_length`; they set the numbers of draft tokens
+    fits: whether memory holds such a batch after such a context; others have no cell
+    """
     return [
         Cell(
             context,
@@ -63,6 +72,7 @@ def surface(costs: Costs, shares: Mapping[int, Sequence[float]], batches: Sequen
         )
         for context in sorted(shares)
         for batch in batches
+        if fits(batch, context)
         for drafts in range(1, len(shares[context]) + 1)
     ]
 
@@ -84,7 +94,7 @@ class Range(NamedTuple):
 
     def __str__(self) -> str:
         if self.low is None:
-            return "everywhere" if self.high is None else f"up to about {self.high:,.0f} tokens"
+            return "at all judged contexts" if self.high is None else f"up to about {self.high:,.0f} tokens"
         return f"from about {self.low:,.0f} tokens" + ("" if self.high is None else f" to about {self.high:,.0f}")
 
 
@@ -95,7 +105,7 @@ class Paying(NamedTuple):
     ranges: list[Range]  # ascending; empty if it pays nowhere
 
     def __str__(self) -> str:
-        return f"{' and '.join(map(str, self.ranges)) or 'nowhere'} (batch {self.batch})"
+        return " and ".join(map(str, self.ranges)) or "nowhere"
 
 
 def where_it_pays(cells: Sequence[Cell]) -> list[Paying]:
@@ -148,15 +158,15 @@ class PayOff:
             ],
         }
 
-    def best_drafts(self, batch: int) -> int:
-        """The number of draft tokens with the highest mean speed-up over all contexts: for an engine that uses one
-        number at all of them."""
-        return max(
-            range(1, self.longest_chain + 1),
-            key=lambda drafts: sum(
-                cell.speed_up for cell in self.cells if (cell.batch, cell.drafts) == (batch, drafts)
-            ),
-        )
+    def best_drafts(self, batch: int) -> tuple[int, float]:
+        """The number of draft tokens with the highest mean speed-up over all contexts, for an engine that uses one
+        number at all of them; and that speed-up."""
+        gains = {
+            drafts: fmean(cell.speed_up for cell in self.cells if (cell.batch, cell.drafts) == (batch, drafts))
+            for drafts in range(1, self.longest_chain + 1)
+        }
+        best = max(gains, key=gains.get)
+        return best, gains[best]
 
     def speed_up_table(self) -> list[list[str]]:
         """The best speed-up with its number of draft tokens, by context and batch."""
@@ -169,21 +179,24 @@ class PayOff:
 
     def verdict(self) -> str:
         """Where drafting pays, in words."""
-        return f"drafting pays {', '.join(map(str, where_it_pays(self.cells)))}"
+        batches: dict[str, list[str]] = {}
+        for each in where_it_pays(self.cells):
+            batches.setdefault(str(each), []).append(str(each.batch))
+        return "drafting pays " + ", ".join(f"{where} (batch {', '.join(its)})" for where, its in batches.items())
 
     def lines(self) -> list[str]:
         return [
             f"speed-up with the best number of draft tokens (in brackets), {self.source}",
             *aligned(self.speed_up_table()),
-            f"acceptance length from which {self.longest_chain} draft tokens pay",
+            f"break-even acceptance length of {counted(self.longest_chain, 'draft token')}",
             *aligned(self.break_even_table()),
             self.verdict(),
         ]
 
 
 def by_context_and_batch(cells: Sequence[Cell], tell: Callable[[Cell], str]) -> list[list[str]]:
-    """A table with a head, a row for each context and a column for each batch."""
+    """A table with a head, a row for each context and a column for each batch; "-" where there is no cell."""
     told = {(cell.context, cell.batch): tell(cell) for cell in cells}
     contexts, batches = (sorted(set(column)) for column in zip(*told, strict=True))
     head = ["context", *(f"batch {batch}" for batch in batches)]
-    return [head, *([f"{context:,}", *(told[context, batch] for batch in batches)] for context in contexts)]
+    return [head, *([f"{context:,}", *(told.get((context, batch), "-") for batch in batches)] for context in contexts)]

@@ -26,6 +26,10 @@ class KeyLayers(NamedTuple):
     flops: int  # per query-key pair and layer
     window: int | None  # the most tokens that a query sees
 
+    def seen(self, context: int) -> int:
+        """Tokens that a query sees after so many."""
+        return context if self.window is None else min(context, self.window)
+
 
 @dataclass(frozen=True)
 class ServedTarget:
@@ -99,33 +103,42 @@ class SheetCosts:
     def verifying(self, batch: int, context: int, drafts: int) -> float:
         return self._target(batch, drafts + 1, context)
 
+    def fits(self, batch: int, context: int) -> bool:
+        """Whether the GPUs hold the weights of both models, and the keys of such a batch."""
+        weights = self.target.common_bytes + self.target.expert_bytes + ITEMSIZE * Weights.of(self.draft, 1).trained
+        keys = self._target_keys(batch, context) + self._draft_keys(batch, context)
+        return weights / self.gpus + keys <= self.gpu.memory * self.gpu.usable
+
     def drafting(self, batch: int, context: int, drafts: int) -> float:
         """fc reads the verified tokens' states once, and each draft token takes a forward of the draft's one layer and
         head."""
         draft, weights = self.draft, Weights.of(self.draft, 1)
         seen = context if draft.window is None else min(context, draft.window)
-        keys = batch * seen * 2 * draft.num_key_value_heads * draft.head_dim * ITEMSIZE
         pairs = 4 * batch * seen * draft.num_attention_heads * draft.head_dim
         of_step = weights.project + weights.finish + weights.head
         first = self._seconds(1, ITEMSIZE * weights.entry, 0, 2 * batch * (drafts + 1) * weights.entry)
-        step = self._seconds(
-            1, ITEMSIZE * of_step, keys / self._sharing(draft.num_key_value_heads), 2 * batch * of_step + pairs
-        )
+        step = self._seconds(1, ITEMSIZE * of_step, self._draft_keys(batch, context), 2 * batch * of_step + pairs)
         return first + drafts * step
 
     def _target(self, batch: int, tokens: int, context: int) -> float:
         """A forward over `tokens` tokens of each conversation."""
         target, total = self.target, batch * tokens
-        keys, flops = 0.0, total * target.token_flops
-        for kind in target.keys:
-            seen = context if kind.window is None else min(context, kind.window)
-            keys += batch * seen * kind.layers * kind.bytes / self._sharing(kind.heads)
-            flops += total * seen * kind.layers * kind.flops
-        return self._seconds(target.layers, target.weight_bytes(total), keys, flops)
+        pairs = sum(total * kind.seen(context) * kind.layers * kind.flops for kind in target.keys)
+        keys = self._target_keys(batch, context)
+        return self._seconds(target.layers, target.weight_bytes(total), keys, total * target.token_flops + pairs)
 
-    def _sharing(self, heads: int) -> int:
-        """Among how many GPUs the keys of so many heads are divided."""
-        return min(self.gpus, heads)
+    def _target_keys(self, batch: int, context: int) -> float:
+        """Bytes of keys and values of the target on one GPU, which are divided by heads."""
+        return sum(
+            batch * kind.seen(context) * kind.layers * kind.bytes / min(self.gpus, kind.heads)
+            for kind in self.target.keys
+        )
+
+    def _draft_keys(self, batch: int, context: int) -> float:
+        """Bytes of keys and values that the draft reads on one GPU."""
+        heads = self.draft.num_key_value_heads
+        seen = context if self.draft.window is None else min(context, self.draft.window)
+        return batch * seen * 2 * heads * self.draft.head_dim * ITEMSIZE / min(self.gpus, heads)
 
     def _seconds(self, layers: int, weight_bytes: float, key_bytes: float, flops: float) -> float:
         """weight_bytes, flops: of all GPUs; key_bytes: of one."""

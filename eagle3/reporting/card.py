@@ -11,6 +11,7 @@ from huggingface_hub import ModelCardData
 from eagle3.console import counted
 from eagle3.durable import write_text
 from eagle3.errors import UserError
+from eagle3.planning.payoff import PayOff
 from eagle3.reporting.markdown import (
     Markdown,
     escaped,
@@ -34,6 +35,8 @@ from eagle3.reporting.record import (
     source_name,
     target_name,
     tree,
+    window_in_words,
+    windows_judged,
 )
 from eagle3.targets.sglang.version import speculative_flags
 
@@ -195,20 +198,29 @@ def _held_out(run: RunRecord) -> str | None:
     )
 
 
-def _contexts(run: RunRecord) -> dict[str, Any] | None:
-    by_context = run.by_context
-    if not by_context.get("contexts"):
-        return None
-    return {
-        "rows": [row for row, _ in context_rows(by_context)],
-        "conditions": f"{by_context.get('engine')} {by_context.get('engine_version')}, "
-        f"{_drafted(by_context)}, {rule(by_context)}",
-    }
+def _contexts(run: RunRecord) -> list[dict[str, Any]]:
+    return [
+        {
+            "rows": [row for row, _ in context_rows(judged)],
+            "conditions": ", ".join(
+                filter(
+                    None,
+                    (
+                        f"{judged.get('engine')} {judged.get('engine_version')}",
+                        _drafted(judged),
+                        rule(judged),
+                        window_in_words(judged),
+                    ),
+                )
+            ),
+        }
+        for judged in windows_judged(run.by_context)
+    ]
 
 
 def _pay_offs(run: RunRecord) -> list[dict[str, Any]]:
     tables = []
-    for pay_off in pay_offs(run.by_context):
+    for pay_off in (each for judged in windows_judged(run.by_context) for each in pay_offs(judged)):
         head, *rows = pay_off.speed_up_table()
         tables.append({"source": pay_off.source, "head": head, "rows": rows, "verdict": pay_off.verdict()})
     return tables
@@ -221,9 +233,12 @@ def _drafted(result: Record) -> str:
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:
     """The commands that serve the draft. vllm_key: an entry that vLLM needs, and that the config.json of older exports
     lacks."""
-    draft, known = run.draft, pay_offs(run.by_context)
-    # by the estimate, which comes last and is for what engines run on
-    steps = known[-1].best_drafts(batch=1) if known else run.key("evaluation.draft_tokens") or 4
+    draft, steps, advice = run.draft, run.key("evaluation.draft_tokens") or 4, None
+    if known := _estimate(run):
+        steps, gain = known.best_drafts(batch=1)
+        chosen = f"{counted(steps, 'draft token')}: the highest mean speed-up of these contexts for one conversation"
+        loses = "" if gain > 1 else ". So drafting does not pay: by this, serve the target without the draft"
+        advice = f"{chosen}, {gain:.2f}, {known.source}{loses}."
     window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
     flags = speculative_flags("DRAFT", steps, 1, steps + 1, window)
     speculative = json.dumps({"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": steps})
@@ -238,10 +253,14 @@ def _serving(run: RunRecord, target: str) -> dict[str, Any]:
         "window": f"{window:,}" if window else None,
         "vllm_key": layers and Markdown(json.dumps({AUX_LAYERS: [layer + 1 for layer in layers]})[1:-1]),
         "context": f"{context:,}",
-        "steps": f"{steps} draft tokens have the highest mean speed-up of these contexts, by the estimate for batch 1"
-        if known
-        else None,
+        "advice": advice,
     }
+
+
+def _estimate(run: RunRecord) -> PayOff | None:
+    """The estimate for GPUs, of the judgement with the window that the draft is served with. It comes last."""
+    own = [judged for judged in windows_judged(run.by_context) if not window_in_words(judged)]
+    return next((each[-1] for each in map(pay_offs, own) if each), None)
 
 
 def _limits(run: RunRecord) -> list[str]:

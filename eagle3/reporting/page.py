@@ -27,6 +27,8 @@ from eagle3.reporting.record import (
     short,
     target_name,
     tree,
+    window_in_words,
+    windows_judged,
 )
 
 SECTIONS = {  # title -> names of the charts
@@ -63,7 +65,7 @@ def rendered(template: str, **values: Any) -> str:
 def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
     numbers = {
         "Training": ([], []),
-        "Acceptance": ([*filter(None, (_sets_table(run), _contexts_table(run))), *_pay_off_tables(run)], []),
+        "Acceptance": ([*filter(None, (_sets_table(run),)), *_contexts_tables(run), *_pay_off_tables(run)], []),
         "Speed and memory": _memory(run),
         "Data": _data(run),
     }
@@ -153,13 +155,14 @@ def _with_values(run: RunRecord, advice: Advice) -> dict[str, Any]:
     return advice._asdict() | {"keys": keys}
 
 
-def _contexts_table(run: RunRecord) -> Table | None:
-    """The numbers behind the chart of by_context.json, and acceptance by draft position."""
-    if not run.by_context.get("contexts"):
-        return None
+def _contexts_tables(run: RunRecord) -> list[Table]:
+    """The numbers behind the chart of by_context.json, and acceptance by draft position, for each window judged."""
     head = ("context", "length", "95% interval", "prompts", "verified")
-    title = ", ".join(filter(None, ("By context", rule(run.by_context), tree(run.by_context))))
-    return _with_positions(title, head, context_rows(run.by_context))
+    tables = []
+    for judged in windows_judged(run.by_context):
+        title = ", ".join(filter(None, ("By context", rule(judged), tree(judged), window_in_words(judged))))
+        tables.append(_with_positions(title, head, context_rows(judged)))
+    return tables
 
 
 def _sets_table(run: RunRecord) -> Table | None:
@@ -181,7 +184,7 @@ def _sets_table(run: RunRecord) -> Table | None:
 def _pay_off_tables(run: RunRecord) -> list[Table]:
     """For each kind of costs, the speed-up by context and batch."""
     tables = []
-    for pay_off in pay_offs(run.by_context):
+    for pay_off in (each for judged in windows_judged(run.by_context) for each in pay_offs(judged)):
         head, *rows = pay_off.speed_up_table()
         title = f"Speed-up with the best number of draft tokens (in brackets), {pay_off.source}; {pay_off.verdict()}"
         tables.append(Table(title, head, rows))

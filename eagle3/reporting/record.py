@@ -290,11 +290,26 @@ def _interval_text(row: Record) -> str:
     return "–" if low is None or high is None else f"{low:.2f} to {high:.2f}"
 
 
-def pay_offs(by_context: Record) -> list[PayOff]:
-    """What the draft is worth, by each kind of costs in a by_context.json; older files have none."""
+def windows_judged(by_context: Record) -> list[Record]:
+    """The judgement in a by_context.json and those of the same draft with other windows; empty if there is none."""
+    return [by_context, *by_context.get("other_windows", [])] if by_context.get("contexts") else []
+
+
+def window_in_words(judged: Record) -> str:
+    """The window of a judgement, if it is not the one that the draft was trained with."""
+    window, trained = judged.get("window"), judged.get("trained_window")
+    return "" if window == trained else f"with a window of {window:,} keys"
+
+
+def pay_offs(judged: Record) -> list[PayOff]:
+    """What the draft is worth, by each kind of costs in a judgement by context; older files have none."""
+    window = window_in_words(judged)
     return [
-        PayOff(each["source"], [Cell(*(cell[name] for name in Cell._fields)) for cell in each["cells"]])
-        for each in by_context.get("pay_off", [])
+        PayOff(
+            ", ".join(filter(None, (each["source"], window))),
+            [Cell(*(cell[name] for name in Cell._fields)) for cell in each["cells"]],
+        )
+        for each in judged.get("pay_off", [])
     ]
 
 

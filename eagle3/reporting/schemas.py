@@ -89,12 +89,25 @@ class PayOffFile(BaseModel):
     source: str
     cells: Annotated[list[PayOffCell], Field(min_length=1)]
 
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        chains = {(cell.context, cell.batch): set() for cell in self.cells}
+        for cell in self.cells:
+            chains[cell.context, cell.batch].add(cell.drafts)
+        longest = max(cell.drafts for cell in self.cells)
+        if any(drafts != {*range(1, longest + 1)} for drafts in chains.values()):
+            raise ValueError(f"Each context and batch should have a cell for 1 to {longest} draft tokens")
+        return self
+
 
 class ByContext(BaseModel):
     """The contents of by_context.json."""
 
     contexts: list[OfContext]
+    window: Count | None = None
+    trained_window: Count | None = None
     pay_off: list[PayOffFile] = []
+    other_windows: list["ByContext"] = []
     temperature: Amount | None = None
     topk: Count = 1
 

@@ -54,7 +54,7 @@ def test_a_draft_from_the_hub_is_diagnosed_with_its_target_and_a_file_of_prompts
     for grouping in ("context", "token", "entropy of the target"):
         assert f"first drafts accepted by {grouping}: " in output
     assert "acceptance length by context (greedy, 24 new tokens)" in output
-    assert "estimated for 1 x h100 by data sheet" in output and output.count("drafting pays ") == 2
+    assert "estimated for 1 x H100 by data sheet, not measured" in output and output.count("drafting pays ") == 2
     result = json.loads(out.read_text())
     assert [each["conversations"] for each in result["by_context"]["contexts"]] == [6]
     assert result["draft"] == ID and result["decoded"]["lossless"] and len(result["faults"]) == 1
@@ -75,6 +75,7 @@ def test_a_draft_from_the_hub_is_diagnosed_with_its_target_and_a_file_of_prompts
         (["--out", "."], "--out .: exists, but is not a file"),
         (["--out", "none/d.json"], "--out none/d.json: there is no folder none"),
         (["--draft", "./nothing"], "draft './nothing': no such folder; train first"),
+        (["--prompts", "a.txt", "--prompts", "b.txt"], "--prompts b.txt: one file only, and a.txt is given too"),
         (["--gpu", "l4"], "--gpu l4: no data sheet of it is known here"),
         (["evaluation.conversations=0", "--draft", "a/b"], "recipe: evaluation.conversations is 0"),
     ],

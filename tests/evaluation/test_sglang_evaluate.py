@@ -122,4 +122,4 @@ def test_both_engines_give_the_same_by_context(case, topology):
     assert "context 16: left out, no text is of that length" in output
     for line in replace(own, pay_offs=()).lines():
         assert line in output
-    assert "speed-up with the best number of draft tokens (in brackets), estimated for 1 x h100 by data sheet" in output
+    assert "speed-up with the best number of draft tokens (in brackets), estimated for 1 x H100 by data sheet" in output

@@ -48,7 +48,7 @@ def test_the_best_number_of_draft_tokens_and_where_drafting_pays():
     assert start is None and end == pytest.approx(1000 * 2 ** (2 * (high - 1) / (high - low)))
     lines = PayOff("by hand", cells).lines()
     until_about = f"up to about {end:,.0f} tokens (batch 2)"
-    assert lines[-1] == f"drafting pays everywhere (batch 1), {until_about}, nowhere (batch 16)"
+    assert lines[-1] == f"drafting pays at all judged contexts (batch 1), {until_about}, nowhere (batch 16)"
     assert lines[3].split()[:3] == ["4,000", "1.07", "(1)"]
 
 
@@ -57,7 +57,7 @@ def test_drafting_may_pay_from_a_context_on_and_again():
     gains = {1000: 0.5, 2000: 1.5, 4000: 0.5, 8000: 1.5}
     (paying,) = where_it_pays([Cell(context, 1, 1, gain, 1.0) for context, gain in gains.items()])
     assert paying.ranges == [pytest.approx((2**0.5 * 1000, 2**0.5 * 2000)), (pytest.approx(2**0.5 * 4000), None)]
-    assert str(paying) == "from about 1,414 tokens to about 2,828 and from about 5,657 tokens (batch 1)"
+    assert str(paying) == "from about 1,414 tokens to about 2,828 and from about 5,657 tokens"
 
 
 def test_fitted_costs_are_those_that_the_times_were_made_with():
@@ -153,5 +153,10 @@ def test_costs_by_data_sheet_are_reading_or_computing_whichever_takes_longer():
         + ITEMSIZE * entry / bandwidth
         + 3 * (gpu.layer_seconds + (ITEMSIZE * step + keys) / bandwidth)
     )
+    weights, of_token = facts.bytes + ITEMSIZE * (step + entry), 131072
+    room = (0.9 * gpu.memory - weights - 16 * 512 * 2 * 8 * 128 * ITEMSIZE) / 16 / of_token
+    assert costs.fits(16, int(room) - 1) and not costs.fits(16, int(room) + 1)
+    cells = surface(costs, {int(room) + 1: [0.5]}, (1, 16), costs.fits)
+    assert [cell.batch for cell in cells] == [1]
     with pytest.raises(UserError, match="--gpu l4: no data sheet of it is known here; use one of a100, h100"):
         gpu_named("l4")

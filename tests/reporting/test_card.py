@@ -64,13 +64,34 @@ def test_the_card_says_what_the_draft_is_worth_and_serves_it_so(run):
     estimated = text.partition("Speed-up with the best number of draft tokens (in brackets), estimated for 2 x h100")[2]
     assert "| context | batch 1 | batch 4 |\n|---:|---|---|\n| 512 | 2.00 (2) | 1.00 (1) |" in estimated
     assert "| 8,192 | 1.25 (1) | 0.50 (1) |" in estimated
-    assert "By this, drafting pays everywhere (batch 1), nowhere (batch 4)." in estimated
+    assert "By this, drafting pays at all judged contexts (batch 1), nowhere (batch 4)." in estimated
     assert "measured here in processor seconds:" in text
     # One draft token gains 1.6 and 1.25, two 2 and 1.
     sglang = command(text, "python -m sglang.launch_server")
     assert sglang[sglang.index("--speculative-num-steps") + 1] == "2"
     assert json.loads(command(text, "vllm serve")[4])["num_speculative_tokens"] == 2
-    assert "2 draft tokens have the highest mean speed-up of these contexts, by the estimate for batch 1." in text
+    assert "2 draft tokens: the highest mean speed-up of these contexts for one conversation, 1.50, estimated" in text
+    assert "does not pay" not in text
+
+
+def test_the_card_names_windows_that_were_judged_and_serves_the_drafts_own(run):
+    """A window of 64 gains nothing by either number of draft tokens, and is not what the draft is served with."""
+    judged = json.loads(run.by_context.read_text(encoding="utf-8"))
+    windowed = judged | {"window": 64, "trained_window": None, "pay_off": lossy(judged["pay_off"])}
+    change(run.by_context, other_windows=[windowed])
+    text = card(run)
+    assert "4 drafted tokens, greedy, with a window of 64 keys):" in text
+    assert "estimated for 2 x h100 by data sheet, with a window of 64 keys:" in text
+    sglang = command(text, "python -m sglang.launch_server")
+    assert sglang[sglang.index("--speculative-num-steps") + 1] == "2"
+    change(run.by_context, **windowed, other_windows=[])
+    assert "with a window of 64 keys):" in card(run) and "the highest mean speed-up" not in card(run)
+    change(run.by_context, window=None, trained_window=None)
+    assert "by this, serve the target without the draft." in card(run)
+
+
+def lossy(pay_offs):
+    return [each | {"cells": [cell | {"break_even": 9.0} for cell in each["cells"]]} for each in pay_offs]
 
 
 def test_the_card_says_what_was_checked_of_vllm_and_what_an_older_export_lacks(run):

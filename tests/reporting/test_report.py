@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from places import ZERO2
-from report_case import HOSTILE, SETS, STEPS, by_context, change, started, write_json, write_run
+from report_case import HOSTILE, SETS, STEPS, by_context, change, pay_off, started, write_json, write_run
 from tiny_run import conversations, make_target, metrics, write_recipe
 
 from eagle3.console import Console
@@ -312,6 +312,11 @@ def test_a_damaged_file_is_named_with_its_line(run):
             {"pay_off": [{"source": "here", "cells": []}]},
             "pay_off.0.cells: List should have ",
         ),
+        (
+            "by_context.json",
+            {"pay_off": [{"source": "here", "cells": [pay_off()[0]["cells"][1]]}]},
+            "pay_off.0: Value error, Each context and batch should have a cell for 1 to 2 draft tokens",
+        ),
         ("by_context.json", {"contexts": [{"context": 512}]}, "contexts.0.conversations: Field required"),
         ("export/config.json", {"draft_vocab_size": None}, "draft_vocab_size: Input should be a valid integer"),
     ],
@@ -337,7 +342,10 @@ def test_the_page_has_acceptance_by_context_in_numbers(run):
     for text in ("By context, greedy", "2.60 to 2.80", "draft 2", "8k"):
         assert text in page.text, text
     words = " ".join(page.text.split())
-    assert "estimated for 2 x h100 by data sheet; drafting pays everywhere (batch 1), nowhere (batch 4)" in words
+    assert (
+        "estimated for 2 x h100 by data sheet; drafting pays at all judged contexts (batch 1), nowhere (batch 4)"
+        in words
+    )
     (chart,) = (each["aria-label"] for each in page.all("svg") if each["aria-label"].startswith("Speed-up by context"))
     assert (
         "estimated, batch 4 from 1.00 at 512 to 0.50 at 8k" in chart and "measured, batch 1 from 2.00 at 512" in chart
