@@ -181,7 +181,7 @@ def _by_context(
         tree_tokens=evaluation.draft_tokens + 1,
         window=Window(draft.window, draft.window),
     )
-    return with_pay_offs(judgement, known, draft, gpu)
+    return with_pay_offs(judgement, known, draft, gpu, console)
 
 
 def _answers(

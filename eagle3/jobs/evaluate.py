@@ -33,7 +33,7 @@ from eagle3.jobs.supply import engine_options
 from eagle3.parallel.topology import Topology
 from eagle3.planning.costs import MeasuredCosts
 from eagle3.planning.gpus import DEFAULT_GPU, gpu_named
-from eagle3.planning.payoff import PayOff, best_cells, surface
+from eagle3.planning.payoff import ESTIMATED, PayOff, best_cells, surface
 from eagle3.planning.sheet import ServedTarget, SheetCosts
 from eagle3.recipe.schema import Recipe
 from eagle3.targets.facts import read_facts
@@ -140,7 +140,7 @@ def judge_contexts(
     judgements = []
     for window in (decoding.window, *windows):
         windowed = replace(decoding, window=window)
-        judgement = with_pay_offs(judge_with(windowed, buckets), inputs, draft.config, gpu)
+        judgement = with_pay_offs(judge_with(windowed, buckets), inputs, draft.config, gpu, console)
         if best:
             judgement = replace(judgement, best=best_rates(judgement, buckets, judge_with))
         judgements.append(judgement)
@@ -188,24 +188,41 @@ def _serve_contexts(
     return ContextJudgement.over(decoded, "sglang", decoding, console, **shape, window=window)
 
 
-def with_pay_offs(judgement: ContextJudgement, known: KnownTarget, draft: DraftConfig, gpu: str) -> ContextJudgement:
+def with_pay_offs(
+    judgement: ContextJudgement, known: KnownTarget, draft: DraftConfig, gpu: str, console: Console
+) -> ContextJudgement:
     """The judgement, and what it makes the draft worth: by the times that were measured, if any were, and by a data
-    sheet, if it is served on such GPUs, on as few as hold the target's weights. A judgement of trees stays as it is,
-    because what other trees accept does not follow. Raises UserError for a GPU that is not known."""
+    sheet, if target and draft are served on such GPUs. A judgement of trees stays as it is, because what other trees
+    accept does not follow."""
     if judgement.topk > 1:
         return judgement
-    sheet, model, window = gpu_named(gpu), known.recipe.model, judgement.window.window
-    facts = read_facts(known.target, model.revision, model.trust_remote_code)
-    gpus = facts.engine_gpus(sheet.memory * sheet.for_weights)
-    estimated = SheetCosts(ServedTarget.of(facts), replace(draft, window=window), sheet, gpus)
-    source = f"estimated for {gpus} x {gpu.upper()} by data sheet, not measured"
-    pay_offs = [PayOff(source, surface(estimated, judgement.shares, BATCHES, estimated.fits))]
+    pay_offs, window = [], judgement.window.window
     timings = [each.timing for each in judgement.contexts if each.timing]
     if timings:
         clock = "seconds" if torch.cuda.is_available() else "processor seconds"
         measured = surface(MeasuredCosts(timings, window), judgement.shares, (1,))
-        pay_offs.insert(0, PayOff(f"measured here in {clock}", measured))
+        pay_offs.append(PayOff(f"measured here in {clock}", measured))
+    try:
+        pay_offs.append(estimated_pay_off(judgement.shares, known, replace(draft, window=window), gpu))
+    except UserError as error:  # what was judged must not be lost
+        console.warn(f"no speed-up is estimated for {gpu}: {error}")
     return replace(judgement, pay_offs=pay_offs)
+
+
+def estimated_pay_off(
+    shares: Mapping[int, Sequence[float]], known: KnownTarget, draft: DraftConfig, gpu: str
+) -> PayOff:
+    """What a draft is worth on the fewest such GPUs that hold the target's weights. shares: as for `surface`. Raises
+    UserError for a GPU that is not known, or a target whose config does not say its size."""
+    sheet, model = gpu_named(gpu), known.recipe.model
+    facts = read_facts(known.target, model.revision, model.trust_remote_code)
+    gpus = facts.engine_gpus(sheet.memory * sheet.for_weights)
+    costs = SheetCosts(ServedTarget.of(facts), draft, sheet, gpus)
+    cells = surface(costs, shares, BATCHES, costs.fits)
+    if not cells:
+        raise UserError(f"--gpu {gpu}: {gpus} of them hold no conversation of these contexts beside the weights")
+    source = f"{ESTIMATED} for {gpus} x {gpu.upper()} by data sheet, not measured"
+    return PayOff(source, cells)
 
 
 def target_and_texts(inputs: Inputs, files: Mapping[str, Path]) -> dict[str, str]:

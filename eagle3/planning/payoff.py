@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, Protocol
 
 from eagle3.console import aligned, counted
 
+ESTIMATED = "estimated"  # how the source of costs begins that were not measured
+
 
 class Costs(Protocol):
     """Seconds that a batch of conversations takes, all after the same number of tokens (`context`)."""

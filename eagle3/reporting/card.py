@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 from eagle3.console import counted
 from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.planning.payoff import PayOff
+from eagle3.planning.payoff import ESTIMATED, PayOff
 from eagle3.reporting.markdown import (
     Markdown,
     escaped,
@@ -258,9 +258,10 @@ def _serving(run: RunRecord, target: str) -> dict[str, Any]:
 
 
 def _estimate(run: RunRecord) -> PayOff | None:
-    """The estimate for GPUs, of the judgement with the window that the draft is served with. It comes last."""
+    """The estimate for GPUs, of the judgement with the window that the draft is served with."""
     own = [judged for judged in windows_judged(run.by_context) if not window_in_words(judged)]
-    return next((each[-1] for each in map(pay_offs, own) if each), None)
+    known = [pay_off for judged in own for pay_off in pay_offs(judged) if pay_off.source.startswith(ESTIMATED)]
+    return known[0] if known else None
 
 
 def _limits(run: RunRecord) -> list[str]:

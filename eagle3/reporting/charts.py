@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagle3.planning.payoff import best_cells
+from eagle3.planning.payoff import ESTIMATED, best_cells
 from eagle3.reporting.plot import (
     BLUE,
     GREEN,
@@ -224,7 +224,7 @@ def _pay_off(run: RunRecord, name: str, _: str) -> Plot | None:
         best = best_cells(pay_off.cells)
         for batch in sorted({cell.batch for cell in best}):
             cells = [cell for cell in best if cell.batch == batch]
-            measured = pay_off.source.startswith("measured")
+            measured = not pay_off.source.startswith(ESTIMATED)
             label = "measured, batch 1" if measured else f"estimated, batch {batch}"
             gains = np.array([cell.speed_up for cell in cells])
             curves.append((label, np.array([cell.context for cell in cells], float), gains, measured))
