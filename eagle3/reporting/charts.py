@@ -219,30 +219,24 @@ def pay_off_plot(name: str, series: Sequence[Series], about: str, summary: str) 
 
 def _pay_off(run: RunRecord, name: str, _: str) -> Plot | None:
     """A line for each batch, with the best number of draft tokens at each context."""
-    curves = []
+    series, sources = [], []
     for pay_off in pay_offs(run.by_context):
-        best = best_cells(pay_off.cells)
-        for batch in sorted({cell.batch for cell in best}):
-            cells = [cell for cell in best if cell.batch == batch]
-            measured = not pay_off.source.startswith(ESTIMATED)
-            label = "measured, batch 1" if measured else f"estimated, batch {batch}"
-            gains = np.array([cell.speed_up for cell in cells])
-            curves.append((label, np.array([cell.context for cell in cells], float), gains, measured))
-    if not curves:
+        estimated, best = pay_off.source.startswith(ESTIMATED), best_cells(pay_off.cells)
+        batches = sorted({cell.batch for cell in best})
+        for batch, colour in zip(batches, shades(len(batches)) if estimated else [VERMILLION], strict=True):
+            points = np.array([(cell.context, cell.speed_up) for cell in best if cell.batch == batch]).T
+            label = f"{ESTIMATED if estimated else 'measured'}, batch {batch}"
+            series.append(Series(label, *points, colour, "dashed" if estimated else "line", dotted=True))
+        sources.append(pay_off.source)
+    if not series:
         return None
-    colours = (VERMILLION, *shades(sum(not measured for *_, measured in curves)))
-    series = [
-        Series(label, contexts, gains, colour, "line" if measured else "dashed", dotted=True)
-        for (label, contexts, gains, measured), colour in zip(
-            curves, colours if curves[0][-1] else colours[1:], strict=False
-        )
-    ]
-    sources = "; ".join(each.source for each in pay_offs(run.by_context))
     summary = "; ".join(
         f"{label} from {gains[0]:.2f} at {tokens_label(contexts[0])} to {gains[-1]:.2f} at {tokens_label(contexts[-1])}"
-        for label, contexts, gains, _ in curves
+        for label, contexts, gains, *_ in series
     )
-    about = f"With the best number of draft tokens at each context; {sources}. Batch: conversations at a time."
+    about = (
+        f"With the best number of draft tokens at each context; {'; '.join(sources)}. Batch: conversations at a time."
+    )
     return pay_off_plot(name, series, about, summary)
 
 

@@ -298,7 +298,9 @@ def windows_judged(by_context: Record) -> list[Record]:
 def window_in_words(judged: Record) -> str:
     """The window of a judgement, if it is not the one that the draft was trained with."""
     window, trained = judged.get("window"), judged.get("trained_window")
-    return "" if window == trained else f"with a window of {window:,} keys"
+    if window == trained:
+        return ""
+    return f"with a window of {window:,} keys" if window else "with full attention"
 
 
 def pay_offs(judged: Record) -> list[PayOff]:
