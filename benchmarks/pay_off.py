@@ -224,10 +224,7 @@ def predictions(found: dict[tuple[int, int], list[Any]], window: int | None):
     for place in sorted(timings):
         (context, drafts), timing = place, timings[place]
         costs = MeasuredCosts([timings[other] for other in timings if colour[other] != colour[place]], window)
-        measured_rate = statistics.median(
-            each.acceptance_length / (each.timing.extending + each.timing.proposing + each.timing.verifying)
-            for each in found[place]
-        )
+        measured_rate = statistics.median(each.rate for each in found[place])
         shares = found[context, max(DRAFT_TOKENS)][0].position_acceptance
         at = round(timing.context)
         seconds = costs.drafting(1, at, drafts) + costs.verifying(1, at, drafts)

@@ -74,8 +74,8 @@ class PlainOutput(NamedTuple):
 
 
 class Laps:
-    """Measures the time between calls: processor seconds on a CPU, which other jobs do not change, and seconds on a
-    GPU, whose work is waited for."""
+    """Measures the time between calls: processor seconds on a CPU, which other jobs change less, and seconds on a GPU,
+    whose work is waited for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -349,8 +349,7 @@ class SpeculativeResult:
 
     @property
     def speed(self) -> Speed:
-        plain_tokens = self.new_tokens if self.plain_tokens is None else self.plain_tokens
-        return Speed(self.new_tokens / self.seconds_speculative, plain_tokens / self.seconds_plain)
+        return Speed(self.new_tokens / self.seconds_speculative, self.plain_tokens / self.seconds_plain)
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self) | {

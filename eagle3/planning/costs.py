@@ -127,4 +127,9 @@ class MeasuredCosts:
 
     def _chain(self, drafts: int, context: float) -> Forward:
         """A chain is as many forwards of one token, each of which reads the keys."""
-        return Forward(1, drafts, context if self.window is None else min(context, self.window))
+        return Forward(1, drafts, seen(context, self.window))
+
+
+def seen(context: float, window: int | None) -> float:
+    """Tokens that a query sees after `context` of them; window: the most, None for all."""
+    return context if window is None else min(context, window)

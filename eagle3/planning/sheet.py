@@ -10,6 +10,7 @@ from typing import NamedTuple
 from transformers import PretrainedConfig
 
 from eagle3.draft.config import DraftConfig
+from eagle3.planning.costs import seen
 from eagle3.planning.gpus import Gpu
 from eagle3.planning.step import Weights
 from eagle3.targets.facts import TargetFacts
@@ -25,10 +26,6 @@ class KeyLayers(NamedTuple):
     heads: int  # GPUs that can share these bytes; more of them hold copies
     flops: int  # per query-key pair and layer
     window: int | None  # the most tokens that a query sees
-
-    def seen(self, context: int) -> int:
-        """Tokens that a query sees after so many."""
-        return context if self.window is None else min(context, self.window)
 
 
 @dataclass(frozen=True)
@@ -113,8 +110,7 @@ class SheetCosts:
         """fc reads the verified tokens' states once, and each draft token takes a forward of the draft's one layer and
         head."""
         draft, weights = self.draft, Weights.of(self.draft, 1)
-        seen = context if draft.window is None else min(context, draft.window)
-        pairs = 4 * batch * seen * draft.num_attention_heads * draft.head_dim
+        pairs = 4 * batch * seen(context, draft.window) * draft.num_attention_heads * draft.head_dim
         of_step = weights.project + weights.finish + weights.head
         first = self._seconds(1, ITEMSIZE * weights.entry, 0, 2 * batch * (drafts + 1) * weights.entry)
         step = self._seconds(1, ITEMSIZE * of_step, self._draft_keys(batch, context), 2 * batch * of_step + pairs)
@@ -123,22 +119,29 @@ class SheetCosts:
     def _target(self, batch: int, tokens: int, context: int) -> float:
         """A forward over `tokens` tokens of each conversation."""
         target, total = self.target, batch * tokens
-        pairs = sum(total * kind.seen(context) * kind.layers * kind.flops for kind in target.keys)
+        pairs = sum(total * seen(context, kind.window) * kind.layers * kind.flops for kind in target.keys)
         keys = self._target_keys(batch, context)
         return self._seconds(target.layers, target.weight_bytes(total), keys, total * target.token_flops + pairs)
 
     def _target_keys(self, batch: int, context: int) -> float:
         """Bytes of keys and values of the target on one GPU, which are divided by heads."""
         return sum(
-            batch * kind.seen(context) * kind.layers * kind.bytes / min(self.gpus, kind.heads)
+            batch * seen(context, kind.window) * kind.layers * kind.bytes / min(self.gpus, kind.heads)
             for kind in self.target.keys
         )
 
     def _draft_keys(self, batch: int, context: int) -> float:
         """Bytes of keys and values that the draft reads on one GPU."""
         heads = self.draft.num_key_value_heads
-        seen = context if self.draft.window is None else min(context, self.draft.window)
-        return batch * seen * 2 * heads * self.draft.head_dim * ITEMSIZE / min(self.gpus, heads)
+        return (
+            batch
+            * seen(context, self.draft.window)
+            * 2
+            * heads
+            * self.draft.head_dim
+            * ITEMSIZE
+            / min(self.gpus, heads)
+        )
 
     def _seconds(self, layers: int, weight_bytes: float, key_bytes: float, flops: float) -> float:
         """weight_bytes, flops: of all GPUs; key_bytes: of one."""
