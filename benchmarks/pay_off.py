@@ -227,7 +227,7 @@ def predictions(found: dict[tuple[int, int], list[Any]], window: int | None):
         measured_rate = statistics.median(each.rate for each in found[place])
         shares = found[context, max(DRAFT_TOKENS)][0].position_acceptance
         at = round(timing.context)
-        seconds = costs.drafting(1, at, drafts) + costs.verifying(1, at, drafts)
+        seconds = costs.drafting(1, drafts, at) + costs.verifying(1, drafts + 1, at)
         predicted = acceptance_length(shares, drafts) / seconds
         yield {
             "context": context,
@@ -236,7 +236,7 @@ def predictions(found: dict[tuple[int, int], list[Any]], window: int | None):
             "predicted": predicted,
             "error": predicted / measured_rate - 1,
             "plain": 1 / timing.plain,
-            "predicted_plain": 1 / costs.plain(1, at),
+            "predicted_plain": 1 / costs.verifying(1, 1, at),
             "timing": asdict(timing),
         }
 

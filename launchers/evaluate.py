@@ -48,7 +48,7 @@ def main() -> int:
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         from eagle3.draft.interchange import read_exported
         from eagle3.evaluation.acceptance import Sampling
-        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judge_served, target_and_texts
+        from eagle3.jobs.evaluate import ByContext, decoding_of, judge, judge_contexts, judge_served, target_and_texts
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
@@ -60,20 +60,14 @@ def main() -> int:
     decoding = decoding_of(recipe, Sampling(options.temperature, seed), options.window)
     tree = tree_of(options, recipe) if options.engine == "sglang" else None
     if options.by_context:
-        by_context = judge_contexts(
-            inputs,
-            draft,
-            topology,
-            console,
-            contexts=contexts_of(options),
-            per_context=options.per_context or PER_CONTEXT,
-            gpu=options.gpu or DEFAULT_GPU,
-            files=files,
-            decoding=decoding,
-            tree=tree,
-            windows=windows_of(options),
-            best=options.best,
+        asked = ByContext(
+            contexts_of(options),
+            options.per_context or PER_CONTEXT,
+            windows_of(options),
+            options.best,
+            options.gpu or DEFAULT_GPU,
         )
+        by_context = judge_contexts(inputs, draft, asked, topology, console, files, decoding, tree)
         if topology.is_first:
             for line in by_context.lines():
                 tell(line)
@@ -116,30 +110,7 @@ def parse() -> argparse.Namespace:
         "--temperature", type=float, default=0.0, help="of sampling, by lossless rejection; 0 (default) is greedy"
     )
     parser.add_argument("--seed", type=int, help="of sampling and of the intervals (default: training.seed)")
-    parser.add_argument(
-        "--by-context",
-        action="store_true",
-        help="report acceptance by context length, measured on prompts of up to that many tokens",
-    )
-    parser.add_argument(
-        "--contexts",
-        metavar="N,N,...",
-        help="these lengths in tokens, ascending (default: 512, 1024, ... as far as texts and target reach)",
-    )
-    parser.add_argument("--per-context", type=int, help=f"prompts of each length (default: {PER_CONTEXT})")
-    parser.add_argument(
-        "--windows", metavar="N,N,...", help="--by-context: judge with each of these windows (in keys), too"
-    )
-    parser.add_argument(
-        "--best",
-        action="store_true",
-        help="--by-context: decode once more with the best number of draft tokens at each context",
-    )
-    parser.add_argument(
-        "--gpu",
-        help=f"--by-context: GPU to estimate the speed-up for, by its data sheet: {', '.join(GPUS)} "
-        f"(default: {DEFAULT_GPU})",
-    )
+    add_context_options(parser)
     parser.add_argument(
         "--window",
         type=int,
@@ -164,6 +135,33 @@ def parse() -> argparse.Namespace:
         "--quiet", action="store_true", help="print only the result: its figures, and where it was written"
     )
     return parser.parse()
+
+
+def add_context_options(parser: RecipeParser) -> None:
+    parser.add_argument(
+        "--by-context",
+        action="store_true",
+        help="report acceptance by context length, measured on prompts of up to that many tokens",
+    )
+    parser.add_argument(
+        "--contexts",
+        metavar="N,N,...",
+        help="these lengths in tokens, ascending (default: 512, 1024, ... as far as texts and target reach)",
+    )
+    parser.add_argument("--per-context", type=int, help=f"prompts of each length (default: {PER_CONTEXT})")
+    parser.add_argument(
+        "--windows", metavar="N,N,...", help="--by-context: judge with each of these windows (in keys), too"
+    )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="--by-context: decode once more with the best number of draft tokens at each context",
+    )
+    parser.add_argument(
+        "--gpu",
+        help=f"--by-context: GPU to estimate the speed-up for, by its data sheet: {', '.join(GPUS)} "
+        f"(default: {DEFAULT_GPU})",
+    )
 
 
 def check_with_sglang(draft: Path, quiet: bool) -> int:

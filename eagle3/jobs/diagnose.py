@@ -78,7 +78,7 @@ def both_forms(known: KnownTarget, file: Path) -> Prompts:
 def diagnose_draft(
     known: KnownTarget, folder: Path, prompts: Prompts, topology: Topology, console: Console, gpu: str = DEFAULT_GPU
 ) -> DiagnosedDraft:
-    """Diagnose the draft in a folder. gpu: as for judge_contexts. Raises UserError for anything that the user can
+    """Diagnose the draft in a folder. gpu: as in ByContext. Raises UserError for anything that the user can
     fix."""
     exported, config = read_exported(folder), known.config
     if len(prompts.as_given) < 2:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,29 +97,33 @@ def judge(
     return judgement
 
 
+class ByContext(NamedTuple):
+    """What to judge by context length."""
+
+    contexts: Sequence[int] | None  # lengths in tokens, ascending; None for 512, 1024, ... as far as texts reach
+    per_context: int  # the most prompts of each length
+    windows: Sequence[int] = ()  # numbers of keys, to judge the draft with as well
+    best: bool = False  # whether to decode once more, with the best number of draft tokens at each context
+    gpu: str = DEFAULT_GPU  # a name in planning/gpus.py, for the estimate of what the draft is worth
+
+
 def judge_contexts(
     inputs: Inputs,
     exported: Path,
+    asked: ByContext,
     topology: Topology,
     console: Console,
-    *,
-    contexts: Sequence[int] | None,
-    per_context: int,
-    gpu: str = DEFAULT_GPU,
     files: Mapping[str, Path] | None = None,
     decoding: Decoding | None = None,
     tree: DraftTree | None = None,
-    windows: Sequence[int] = (),
-    best: bool = False,
 ) -> ContextJudgement:
     """Like `judge`, but by context length, and without printing the result. Contexts come from sample_contexts or, with
     files, from prompt_contexts, over the prompts of all sets.
 
-    gpu: a name in planning/gpus.py, for the estimate of what the draft is worth
-    tree: None to decode with transformers; otherwise SGLang decodes greedily, as in `judge_served`
-    windows: numbers of keys, to judge the draft with as well
-    best: whether to decode once more, with the best number of draft tokens at each context; for transformers
+    tree: None to decode with transformers; otherwise SGLang decodes greedily, as in `judge_served`, and `asked.best` is
+        False
     """
+    contexts, per_context, windows, best, gpu = asked
     decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")

@@ -111,19 +111,13 @@ class MeasuredCosts:
         self.chain = fit_cost(chains, [each.proposing for each in timings], ("token", "pair"))
         self.extending = sum(each.extending for each in timings) / len(timings)
 
-    def plain(self, batch: int, context: int) -> float:
-        return self._target(batch, 1, context)
-
-    def verifying(self, batch: int, context: int, drafts: int) -> float:
-        return self._target(batch, drafts + 1, context)
-
-    def drafting(self, batch: int, context: int, drafts: int) -> float:
-        assert batch == 1
-        return self.extending + self.chain.seconds(self._chain(drafts, context))
-
-    def _target(self, batch: int, tokens: int, context: int) -> float:
+    def verifying(self, batch: int, tokens: int, context: int) -> float:
         assert batch == 1
         return self.target.seconds(Forward(batch, tokens, context))
+
+    def drafting(self, batch: int, drafts: int, context: int) -> float:
+        assert batch == 1
+        return self.extending + self.chain.seconds(self._chain(drafts, context))
 
     def _chain(self, drafts: int, context: float) -> Forward:
         """A chain is as many forwards of one token, each of which reads the keys."""

@@ -20,13 +20,10 @@ ESTIMATED = "estimated"  # how the source of costs begins that were not measured
 class Costs(Protocol):
     """Seconds that a batch of conversations takes, all after the same number of tokens (`context`)."""
 
-    def plain(self, batch: int, context: int) -> float:
-        """One forward of the target over one token of each conversation."""
+    def verifying(self, batch: int, tokens: int, context: int) -> float:
+        """One forward of the target over so many tokens of each conversation; over 1, as without a draft."""
 
-    def verifying(self, batch: int, context: int, drafts: int) -> float:
-        """One forward of the target over `drafts` tokens of each conversation and the one before them."""
-
-    def drafting(self, batch: int, context: int, drafts: int) -> float:
+    def drafting(self, batch: int, drafts: int, context: int) -> float:
         """A chain of `drafts` tokens of each conversation."""
 
 
@@ -69,8 +66,8 @@ def surface(
             batch,
             drafts,
             acceptance_length(shares[context], drafts),
-            (costs.drafting(batch, context, drafts) + costs.verifying(batch, context, drafts))
-            / costs.plain(batch, context),
+            (costs.drafting(batch, drafts, context) + costs.verifying(batch, drafts + 1, context))
+            / costs.verifying(batch, 1, context),
         )
         for context in sorted(shares)
         for batch in batches

@@ -94,19 +94,13 @@ class SheetCosts:
     gpu: Gpu
     gpus: int
 
-    def plain(self, batch: int, context: int) -> float:
-        return self._target(batch, 1, context)
+    def verifying(self, batch: int, tokens: int, context: int) -> float:
+        target, total = self.target, batch * tokens
+        pairs = sum(total * seen(context, kind.window) * kind.layers * kind.flops for kind in target.keys)
+        keys = self._target_keys(batch, context)
+        return self._seconds(target.layers, target.weight_bytes(total), keys, total * target.token_flops + pairs)
 
-    def verifying(self, batch: int, context: int, drafts: int) -> float:
-        return self._target(batch, drafts + 1, context)
-
-    def fits(self, batch: int, context: int) -> bool:
-        """Whether the GPUs hold the weights of both models, and the keys of such a batch."""
-        weights = self.target.common_bytes + self.target.expert_bytes + ITEMSIZE * Weights.of(self.draft, 1).trained
-        keys = self._target_keys(batch, context) + self._draft_keys(batch, context)
-        return weights / self.gpus + keys <= self.gpu.memory * self.gpu.usable
-
-    def drafting(self, batch: int, context: int, drafts: int) -> float:
+    def drafting(self, batch: int, drafts: int, context: int) -> float:
         """fc reads the verified tokens' states once, and each draft token takes a forward of the draft's one layer and
         head."""
         draft, weights = self.draft, Weights.of(self.draft, 1)
@@ -116,12 +110,11 @@ class SheetCosts:
         step = self._seconds(1, ITEMSIZE * of_step, self._draft_keys(batch, context), 2 * batch * of_step + pairs)
         return first + drafts * step
 
-    def _target(self, batch: int, tokens: int, context: int) -> float:
-        """A forward over `tokens` tokens of each conversation."""
-        target, total = self.target, batch * tokens
-        pairs = sum(total * seen(context, kind.window) * kind.layers * kind.flops for kind in target.keys)
-        keys = self._target_keys(batch, context)
-        return self._seconds(target.layers, target.weight_bytes(total), keys, total * target.token_flops + pairs)
+    def fits(self, batch: int, context: int) -> bool:
+        """Whether the GPUs hold the weights of both models, and the keys of such a batch."""
+        weights = self.target.common_bytes + self.target.expert_bytes + ITEMSIZE * Weights.of(self.draft, 1).trained
+        keys = self._target_keys(batch, context) + self._draft_keys(batch, context)
+        return weights / self.gpus + keys <= self.gpu.memory * self.gpu.usable
 
     def _target_keys(self, batch: int, context: int) -> float:
         """Bytes of keys and values of the target on one GPU, which are divided by heads."""

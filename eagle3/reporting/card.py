@@ -24,6 +24,7 @@ from eagle3.reporting.markdown import (
 from eagle3.reporting.record import (
     Record,
     RunRecord,
+    all_pay_offs,
     context_rows,
     hub_id_of,
     number,
@@ -107,7 +108,7 @@ def card_text(run: RunRecord) -> str:
         judged=_judged(run),
         held_out=_held_out(run),
         contexts=_contexts(run),
-        pay_offs=_pay_offs(run),
+        pay_offs=all_pay_offs(run.by_context),
         limits=_limits(run),
         **_serving(run, hub_id or "TARGET"),
     )
@@ -216,14 +217,6 @@ def _contexts(run: RunRecord) -> list[dict[str, Any]]:
         }
         for judged in windows_judged(run.by_context)
     ]
-
-
-def _pay_offs(run: RunRecord) -> list[dict[str, Any]]:
-    tables = []
-    for pay_off in (each for judged in windows_judged(run.by_context) for each in pay_offs(judged)):
-        head, *rows = pay_off.speed_up_table()
-        tables.append({"source": pay_off.source, "head": head, "rows": rows, "verdict": pay_off.verdict()})
-    return tables
 
 
 def _drafted(result: Record) -> str:

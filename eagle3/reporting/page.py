@@ -19,9 +19,9 @@ from eagle3.reporting.plot import Colour, Plot, Series
 from eagle3.reporting.record import (
     Record,
     RunRecord,
+    all_pay_offs,
     context_rows,
     number,
-    pay_offs,
     rule,
     set_rows,
     short,
@@ -184,7 +184,7 @@ def _sets_table(run: RunRecord) -> Table | None:
 def _pay_off_tables(run: RunRecord) -> list[Table]:
     """For each kind of costs, the speed-up by context and batch."""
     tables = []
-    for pay_off in (each for judged in windows_judged(run.by_context) for each in pay_offs(judged)):
+    for pay_off in all_pay_offs(run.by_context):
         head, *rows = pay_off.speed_up_table()
         title = f"Speed-up with the best number of draft tokens (in brackets), {pay_off.source}; {pay_off.verdict()}"
         tables.append(Table(title, head, rows))

@@ -315,6 +315,11 @@ def pay_offs(judged: Record) -> list[PayOff]:
     ]
 
 
+def all_pay_offs(by_context: Record) -> list[PayOff]:
+    """The same of every window that was judged."""
+    return [pay_off for judged in windows_judged(by_context) for pay_off in pay_offs(judged)]
+
+
 def number(value: float | None) -> str:
     return "–" if value is None or not np.isfinite(value) else f"{value:.2f}"
 

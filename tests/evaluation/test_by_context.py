@@ -21,7 +21,7 @@ from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement, De
 from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.prompts import ContextPrompts, prompt_contexts, sample_contexts
 from eagle3.evaluation.speculative import CountedConversation
-from eagle3.jobs.evaluate import best_rates, decoding_of, judge, judge_contexts, prompts_to_judge
+from eagle3.jobs.evaluate import ByContext, best_rates, decoding_of, judge, judge_contexts, prompts_to_judge
 from eagle3.planning.costs import Timing
 from eagle3.planning.payoff import Cell, PayOff
 from eagle3.preflight.result_file import require_result_place
@@ -289,8 +289,8 @@ def test_contexts_are_judged_on_the_prompts_of_all_sets(run, topology, tmp_path)
     assert sizes == {"riddles": 3, "sums": 1}
     buckets = prompt_contexts(prompts, [16, 32, 64], 8, longest=200)
     assert sum(len(bucket.prompts) for bucket in buckets) == 4
-    arguments = (inputs, recipe.output.dir / "export", topology, heard)
-    judgement = judge_contexts(*arguments, contexts=[16, 32, 64], per_context=8, files=files)
+    arguments = (inputs, recipe.output.dir / "export", ByContext([16, 32, 64], 8), topology, heard)
+    judgement = judge_contexts(*arguments, files=files)
     counts = {each.context: each.conversations for each in judgement.contexts}
     assert counts == {bucket.context: len(bucket.prompts) for bucket in buckets if bucket.prompts}
 
@@ -336,13 +336,16 @@ def test_a_quiet_judge_says_the_result_alone_and_leaves_examples(run):
 def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topology):
     recipe, heard = load_recipe(run), Console(speaks=False)
     inputs = inputs_of(recipe, topology.device, heard)
-    arguments = (inputs, recipe.output.dir / "export", topology, heard)
     torch.set_num_threads(1)
     decoding = decoding_of(recipe, Sampling(0.8, seed=3))
-    judgement = judge_contexts(*arguments, contexts=[32, 64], per_context=2, decoding=decoding)
+
+    def judged(asked: ByContext) -> ContextJudgement:
+        return judge_contexts(inputs, recipe.output.dir / "export", asked, topology, heard, decoding=decoding)
+
+    judgement = judged(ByContext([32, 64], 2))
     assert [each.conversations for each in judgement.contexts] == [2, 2] and judgement.lossless is None
     assert judgement.lines()[0] == "acceptance length by context (temperature 0.8, 12 new tokens)"
-    again = judge_contexts(*arguments, contexts=[32, 64], per_context=2, decoding=decoding, windows=[8], best=True)
+    again = judged(ByContext([32, 64], 2, windows=[8], best=True))
     (windowed,) = again.other_windows
     assert replace(again, other_windows=[]) == replace(judgement, other_windows=[])
     assert windowed.window == (8, None) and windowed.lines()[1].startswith("judged with a window of 8 keys")
@@ -350,7 +353,7 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topo
         (each.context, 0, 1 / each.timing.plain) for each in again.contexts
     ], "the draft has learnt nothing, so none of it is best"
     with pytest.raises(UserError, match="--contexts: 512 is beyond the target's context of 256; name smaller ones"):
-        judge_contexts(*arguments, contexts=[64, 512], per_context=2)
+        judged(ByContext([64, 512], 2))
 
 
 def judged_by_hand(context: int, drafts: int, per_round: int, seconds: float) -> ContextJudgement:

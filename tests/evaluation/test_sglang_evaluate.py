@@ -16,7 +16,7 @@ from tiny_run import finish, launch, write_recipe
 from eagle3.console import Console
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.speculative import plain_greedy
-from eagle3.jobs.evaluate import judge_contexts
+from eagle3.jobs.evaluate import ByContext, judge_contexts
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import load_tokenizer
 from eagle3.targets.transformers import load_target
@@ -110,9 +110,8 @@ def test_both_engines_give_the_same_by_context(case, topology):
     output = case.evaluate("--by-context", "--contexts", "4,8,16")
     served = without_times(json.loads((case.folder / "by_context.json").read_text()))
     quiet = Console(speaks=False)
-    inputs, contexts = inputs_of(load_recipe(case.recipe), topology.device, quiet), [4, 8, 16]
-    arguments = {"contexts": contexts, "per_context": 8, "files": case.files}
-    own = judge_contexts(inputs, case.folder / "export", topology, quiet, **arguments)
+    inputs, asked = inputs_of(load_recipe(case.recipe), topology.device, quiet), ByContext([4, 8, 16], 8)
+    own = judge_contexts(inputs, case.folder / "export", asked, topology, quiet, case.files)
     own_result = without_times(json.loads(json.dumps(own.as_dict())))
     assert (served["engine"], served["engine_version"]) == ("sglang", "0.5.23")
     for name in own_result.keys() - {"engine", "engine_version"}:

@@ -16,15 +16,12 @@ SHARES = {1000: [0.8, 0.5, 0.1], 4000: [0.6, 0.3, 0.1]}
 
 
 class ByHand:
-    """A plain forward takes 10 s, a verification 1 s more for each draft, and a draft 1 s for each 1,000 tokens."""
+    """The target's forward takes 9 s and 1 s more for each token, a draft 1 s for each 1,000 tokens."""
 
-    def plain(self, batch: int, context: int) -> float:
-        return 10.0
+    def verifying(self, batch: int, tokens: int, context: int) -> float:
+        return 9.0 + tokens
 
-    def verifying(self, batch: int, context: int, drafts: int) -> float:
-        return 10.0 + drafts
-
-    def drafting(self, batch: int, context: int, drafts: int) -> float:
+    def drafting(self, batch: int, drafts: int, context: int) -> float:
         return drafts * batch * context / 1000
 
 
@@ -93,9 +90,9 @@ def test_measured_costs_predict_other_contexts_and_chains(window):
     costs = MeasuredCosts([timing(context, 4) for context in (300, 1000, 4000)], window)
     for context, drafts in ((600, 1), (2000, 2), (8000, 3)):
         expected = timing(context, drafts)
-        assert costs.plain(1, context) == pytest.approx(expected.plain)
-        assert costs.verifying(1, context, drafts) == pytest.approx(expected.verifying)
-        assert costs.drafting(1, context, drafts) == pytest.approx(expected.extending + expected.proposing)
+        assert costs.verifying(1, 1, context) == pytest.approx(expected.plain)
+        assert costs.verifying(1, drafts + 1, context) == pytest.approx(expected.verifying)
+        assert costs.drafting(1, drafts, context) == pytest.approx(expected.extending + expected.proposing)
 
 
 def test_a_median_leaves_out_what_a_first_conversation_pays_for():
@@ -140,15 +137,15 @@ def test_costs_by_data_sheet_are_reading_or_computing_whichever_takes_longer():
     costs = SheetCosts(target, draft, gpu, gpus=1)
     bandwidth, context = gpu.bandwidth * gpu.reached_bandwidth, 8192
     reading = facts.bytes + 4 * context * 131072
-    assert costs.plain(4, context) == pytest.approx(32 * gpu.layer_seconds + reading / bandwidth)
+    assert costs.verifying(4, 1, context) == pytest.approx(32 * gpu.layer_seconds + reading / bandwidth)
     many = 64 * 5 * (target.token_flops + context * 32 * 4 * 32 * 128) / (gpu.flops * gpu.reached_flops)
-    assert costs.verifying(64, 8192, 4) == pytest.approx(
+    assert costs.verifying(64, 5, context) == pytest.approx(
         32 * gpu.layer_seconds + max(many, (facts.bytes + 64 * context * 131072) / bandwidth)
     )
     keys = 512 * 2 * 8 * 128 * ITEMSIZE
     step = 2 * 4096 * 48 * 128 + 2 * 4096 + 4096 * 4096 + 3 * 4096 * 14336 + 4096 + 4096 * 32000 + 4096
     entry = 3 * 4096 * 4096
-    assert costs.drafting(1, context, 3) == pytest.approx(
+    assert costs.drafting(1, 3, context) == pytest.approx(
         gpu.layer_seconds
         + ITEMSIZE * entry / bandwidth
         + 3 * (gpu.layer_seconds + (ITEMSIZE * step + keys) / bandwidth)
