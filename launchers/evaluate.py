@@ -134,7 +134,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--quiet", action="store_true", help="print only the result: its figures, and where it was written"
     )
-    return parser.parse()
+    options = parser.parse()
+    used = {"check", "draft", "quiet", "recipe", "named", "words", "overrides"}
+    others = [name for name, value in vars(options).items() if name not in used and value != parser.get_default(name)]
+    if options.check and others:
+        raise UserError(
+            f"--{others[0].replace('_', '-')}: has no use with --check, which only loads the draft; leave it out"
+        )
+    return options
 
 
 def add_context_options(parser: RecipeParser) -> None:

@@ -382,6 +382,8 @@ def test_a_window_that_the_recipe_names_and_the_draft_has_not_is_said(tmp_path, 
 
 def test_export_refuses_at_once(refused, tmp_path):
     assert "no exported draft here" in refused("evaluate.py", "--check", "--draft", tmp_path)
+    message = refused("evaluate.py", "--check", "--draft", tmp_path, "--tree-tokens", 4)
+    assert "--tree-tokens: has no use with --check" in message
 
 
 def test_without_sglang_nothing_is_checked_or_decoded(refused, tmp_path, target):
