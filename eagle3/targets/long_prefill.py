@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AttentionMaskInterface
+from transformers import AttentionMaskInterface, DynamicCache, PretrainedConfig
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from eagle3.attention.block import BlockKernels
@@ -30,6 +31,8 @@ from eagle3.transfer import send
 IMPLEMENTATION = "eagle3_long_prefill"
 # What `window_of_mask` returns for a causal mask without a window, and for any other mask.
 NO_WINDOW, UNKNOWN_MASK = 0, -1
+# Layers that read a document through a state of fixed size (transformers' name for them).
+RECURRENT = "linear_attention"
 # Arguments with the tokens' positions, which `attend` ignores because rope has already been applied.
 WHERE = ("position_ids", "cache_position")
 
@@ -62,6 +65,7 @@ class ChunkedAttention:
     refusal: Callable[[str], UserError]
     chunks: list[Chunk]
     choose: ChooseKernels | None
+    states: DynamicCache | None  # of layers that carry a state from chunk to chunk; None if there are none
     number: int = 0  # index of the current chunk
     # Per layer: the keys and values [2, U * share, kv_heads, d] of each chunk, from the oldest chunk still in view.
     cache: dict[int, list[Tensor]] = field(default_factory=dict)
@@ -169,6 +173,28 @@ class ChunkedAttention:
         return torch.where(positions < chunk.stop, positions, -1)
 
 
+class Uncached(DynamicLayer):
+    """Stands in for an attention layer in a cache, and keeps nothing, because `ChunkedAttention` does."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+
+def recurrent_layers(config: PretrainedConfig) -> list[int]:
+    """The layers that carry a state from token to token, instead of attending."""
+    return [layer for layer, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind == RECURRENT]
+
+
+def carried_states(config: PretrainedConfig) -> DynamicCache | None:
+    """Room for the states of those layers; None if there are none."""
+    recurrent = recurrent_layers(config)
+    if not recurrent:
+        return None
+    cache = DynamicCache(config=config)
+    cache.layers = [state if layer in recurrent else Uncached() for layer, state in enumerate(cache.layers)]
+    return cache
+
+
 def window_of_mask(*, mask_function: Any, local_size: int = NO_WINDOW, **_: Any) -> Tensor:
     """Recognise a mask; transformers calls this instead of building one. Returns [1, 1, 1, 1] with the window of a
     causal mask (NO_WINDOW if unlimited), or UNKNOWN_MASK for any other mask. Checks only sampled positions: at the
@@ -243,7 +269,8 @@ class LongPrefill:
 
     def _chunks(self, document: Tensor, chunk_tokens: int) -> Iterator[Rows | None]:
         chunks = deal_chunks(len(document), self.sequence.size(), chunk_tokens)
-        run = ChunkedAttention(self.ulysses, self.ring, self.refusal, chunks, self.choose)
+        states = carried_states(self.target.decoder.config)
+        run = ChunkedAttention(self.ulysses, self.ring, self.refusal, chunks, self.choose, states)
         for number in range(len(run.chunks)):
             run.begin(number)
             yield self._chunk(run, document)
@@ -258,9 +285,11 @@ class LongPrefill:
         # Positions continue into the padding: transformers would take a jump for the start of a new document.
         positions = torch.arange(first, first + chunk.share, device=ids.device)[None]
         with self._attending(run), target.captured_layers() as states:
-            output = target.decoder(input_ids=ids, position_ids=positions, attention_mask=None, use_cache=False)
-        if sorted(run.attended) != list(range(len(target.layers))):
-            raise self.refusal(f"has {len(target.layers)} layers, of which {len(run.attended)} attend in a known way")
+            where = {"position_ids": positions, "attention_mask": None}
+            output = target.decoder(input_ids=ids, **where, past_key_values=run.states, use_cache=False)
+        known = sorted([*run.attended, *recurrent_layers(target.decoder.config)])
+        if known != list(range(len(target.layers))):
+            raise self.refusal(f"has {len(target.layers)} layers, of which {len(known)} attend in a known way")
         aux, last = torch.cat([states[layer][0] for layer in target.aux_layers], dim=-1), output.last_hidden_state[0]
         # Leave out the padding, which may overflow.
         teacher, pads = agreed(lambda: target.teach(output, last[: len(own)]), self.sequence), chunk.share - len(own)
@@ -300,9 +329,15 @@ class LongPrefill:
 
     def _check_config(self) -> None:
         config, decoder = self.target.decoder.config, self.target.decoder
-        types = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
-        if types:
+        known = {"full_attention", "sliding_attention", RECURRENT}
+        if types := sorted(set(getattr(config, "layer_types", None) or ()) - known):
             raise self.refusal(f"has layers of type {', '.join(types)}")
+        if self.sequence.size() > 1 and recurrent_layers(config):
+            raise SharedUserError(
+                f"target {self.target.name!r}: {type(self.target.model).__name__} has layers of type {RECURRENT}, "
+                "whose state goes from token to token, so a prompt cannot be spread over ranks; set "
+                "hidden_states.ulysses and ring to 1, which prefills it in chunks"
+            )
         ropes = getattr(config, "rope_parameters", None) or {}  # for the whole model, or one per layer type
         for rope in (ropes, *ropes.values()):
             kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
@@ -317,8 +352,8 @@ class LongPrefill:
 
     @torch.no_grad()
     def _check_short_document(self) -> None:
-        """Prefill a short document in chunks of two tokens per rank, and compare. A model that reads other tokens by
-        means other than attention (a convolution, a recurrent state) goes wrong in most rows."""
+        """Prefill a short document in chunks of two tokens per rank, and compare. A model that reads other tokens in
+        any other way (a convolution, a state that is not carried on) goes wrong in most rows."""
         device = self.target.device
         document = torch.arange(8 * self.sequence.size() + 1, device=device) % self.target.vocab_size
         chunks = list(self._chunks(document, 2))

@@ -39,7 +39,7 @@ from eagle3.targets.long_prefill import LongPrefill
 from eagle3.targets.transformers import TransformersTarget, load_target
 
 # Families with layers through which a document cannot go in chunks, and the type of the first such layers.
-NOT_IN_CHUNKS = {"llama-4-scout": "chunked_attention", "qwen3-next-80b-a3b": "linear_attention"}
+NOT_IN_CHUNKS = {"llama-4-scout": "chunked_attention"}
 
 
 @dataclass(frozen=True)

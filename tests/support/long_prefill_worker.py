@@ -29,6 +29,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from eagle3.errors import UserError
@@ -106,12 +108,24 @@ def opt(**changes) -> PreTrainedModel:
     return OPTForCausalLM(OPTConfig(**{**SHAPE, **own, **changes}))
 
 
-FAMILIES = {make.__name__: make for make in (llama, qwen3, gpt_oss, gemma3, gemma2, deepseek_v3, opt)}
+def qwen3_next(**changes) -> PreTrainedModel:
+    """Three layers with a convolution and a recurrent state, one with attention. With the others' large weights, a
+    state would multiply rounding errors; in fp64, chunks differ by 1e-13 from the whole then, too."""
+    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
+    linear |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    experts |= {"shared_expert_intermediate_size": 32}
+    heads = {"num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.05}
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**{**SHAPE, **linear, **experts, **heads, **changes}))
+
+
+ON_ANY_RANKS = {make.__name__: make for make in (llama, qwen3, gpt_oss, gemma3, gemma2, deepseek_v3, opt)}
+FAMILIES = ON_ANY_RANKS | {"qwen3_next": qwen3_next}  # a recurrent state cannot be spread over ranks
 
 
 def families(ulysses: int, ring: int) -> list[str]:
     """The families to try under a layout. The rarer ones are tried only once."""
-    return [*FAMILIES] if (ulysses, ring) == (2, 2) else ["llama", "qwen3", "gpt_oss", "gemma3"]
+    return [*ON_ANY_RANKS] if (ulysses, ring) == (2, 2) else ["llama", "qwen3", "gpt_oss", "gemma3"]
 
 
 def target_of(family: str, dtype: torch.dtype = torch.float32, **changes) -> TransformersTarget:
@@ -181,6 +195,7 @@ def refusals(topology: Topology) -> dict[str, str]:
     record("well again", lambda: list(prefill.chunks(document[:-1])))
     if topology.ulysses.size() == 4:
         record("heads", lambda: long_prefill(target_of("llama", num_attention_heads=6, hidden_size=96), topology))
+    record("recurrent", lambda: long_prefill(target_of("qwen3_next"), topology))
     return messages
 
 

@@ -27,8 +27,8 @@ from torch import nn
 from transformers import (
     DogeConfig,
     DogeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
 )
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
@@ -72,6 +72,8 @@ def test_what_one_rank_finds_wrong_is_said_by_all_and_leaves_none_waiting(comput
         assert "its logits are not finite" in messages["overflow on one rank"]
         assert "well again" not in messages
         assert ("heads" in messages) == (layout[0] == 4)
+        assert "Qwen3NextForCausalLM has layers of type linear_attention, whose state" in messages["recurrent"]
+        assert messages["recurrent"].endswith("set hidden_states.ulysses and ring to 1, which prefills it in chunks")
 
 
 def test_heads_that_the_ulysses_ranks_cannot_share_are_refused_with_the_degrees_that_can(computed):
@@ -142,8 +144,9 @@ def test_the_targets_own_prefill_is_bit_for_bit_what_it_was(family, topology):
     assert target.model.config._attn_implementation == implementation
 
 
-def test_documents_taken_in_turns_do_not_mix(topology):
-    target = target_of("gpt_oss")
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
+def test_documents_taken_in_turns_do_not_mix(family, topology):
+    target = target_of(family)
     one, other = (long_prefill(target, topology) for _ in range(2))
     documents = [document_of(length) for length in (40, 39, 38)]
     runs = [one.chunks(documents[0]), other.chunks(documents[1]), one.chunks(documents[2])]
@@ -186,11 +189,10 @@ def test_rope_that_depends_on_the_prompts_length_is_refused(ropes, topology):
 
 def test_layers_that_are_no_attention_are_refused(topology):
     shape = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 96, "num_hidden_layers": 4, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "moe_intermediate_size": 32}
-    next_model = Qwen3NextForCausalLM(Qwen3NextConfig(**shape, **heads, **linear))
-    refused("Qwen3NextForCausalLM has layers of type linear_attention", of(next_model), topology)
-    doge = DogeForCausalLM(DogeConfig(**shape, num_attention_heads=4, num_key_value_heads=2))
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    convolving = Lfm2ForCausalLM(Lfm2Config(**shape, **heads, full_attn_idxs=[1, 3]))
+    refused("Lfm2ForCausalLM has layers of type conv", of(convolving), topology)
+    doge = DogeForCausalLM(DogeConfig(**shape, **heads))
     refused("DogeForCausalLM has attention functions of its own", of(doge), topology)
 
 
