@@ -14,13 +14,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from eagle3.durable import Lock, lock, writing
 
 LOCK = "owner.lock"  # holds the host's name
 # Temporary names of tokenised data, downloads and demo targets, including those of older versions, which had no locks.
 OURS = re.compile(r"\.([0-9a-f]{32}\.|.+-[0-9a-f]{16}\.jsonl\.|demo-target-[0-9a-f]{16}[-.])[a-z0-9_]{8}")
+# Such a folder outlives its owner, so that the next one can go on with what is in it.
+UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.unfinished")
 QUIET_SECONDS = 86_400.0
 # Exceptions that reading a damaged record, or a file that is not a record, may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -47,36 +49,73 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 @contextmanager
-def beside(path: Path) -> Iterator[Path]:
+def beside(path: Path, resumable: bool = False) -> Iterator[Path]:
     """Provide a temporary folder beside `path`, and remove it at the end. Raises UserError if the folder cannot be
-    created, or if writing into it raises an OSError in the caller's block."""
+    created, or if writing into it raises an OSError in the caller's block.
+
+    resumable: after a kill or an interrupt the folder stays, and the next call for `path` provides it again
+    """
     remedy = "free space, or set data.cache_dir (of regenerate.py: --cache-dir) to a folder that this user may write"
     with writing(path.parent, remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(path.parent)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-        try:
-            with (temporary / LOCK).open("wb") as file:
-                lock(file)  # without locks, other processes assume that this one lives
-                file.write(socket.gethostname().encode())  # an unlocked file with a name means a dead owner
-                file.flush()
+        temporary, owner = (_claimed(path) if resumable else None) or _made(path)
+        with owner:
+            kept = False
+            try:
                 yield temporary
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            except BaseException as error:
+                kept = resumable and not isinstance(error, Exception)
+                raise
+            finally:
+                if not kept:
+                    shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _made(path: Path) -> tuple[Path, BinaryIO]:
+    """A new temporary folder beside `path`, and the file that locks it."""
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    file = (folder / LOCK).open("wb")
+    lock(file)  # without locks, other processes assume that this one lives
+    _sign(file)
+    return folder, file
+
+
+def _claimed(path: Path) -> tuple[Path, BinaryIO] | None:
+    """The unfinished folder for `path`, found or made, and the file that locks it; None if another process may have
+    it."""
+    folder = path.parent / f".{path.name}.unfinished"
+    folder.mkdir(exist_ok=True)
+    with suppress(FileNotFoundError):  # its owner has just finished
+        file = (folder / LOCK).open("a+b")
+        if lock(file) is Lock.HELD and os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
+            file.truncate(0)
+            _sign(file)
+            return folder, file
+        file.close()
+    return None
+
+
+def _sign(file: BinaryIO) -> None:
+    file.write(socket.gethostname().encode())  # an unlocked file with a name means a dead owner
+    file.flush()
 
 
 @contextmanager
-def replacing_folder(folder: Path, keep: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
+def replacing_folder(
+    folder: Path, keep: Callable[[Path], bool] = lambda _: False, resumable: bool = False
+) -> Iterator[Path]:
     """Provide a temporary folder to write into, which then replaces `folder`. Raises UserError if it cannot be written.
 
     keep: decides whether an existing folder stays instead, because a faster process wrote it and may be reading it
+    resumable: as for `beside`; the folder holds what a killed process wrote into it
 
     A reader sees the old folder, briefly none, or the complete new one, and after an exception the old one. Files that
     a reader has open stay readable.
     """
-    with beside(folder) as temporary:
+    with beside(folder, resumable) as temporary:
         replacement = temporary / "new"
-        replacement.mkdir()
+        replacement.mkdir(exist_ok=True)
         yield replacement
         while True:
             try:
@@ -106,10 +145,10 @@ def opens(load: Callable[[Path], Any], folder: Path) -> bool:
 def remove_leftovers(folder: Path) -> None:
     """Remove what killed processes left half-written in `folder`."""
     for leftover in folder.iterdir():
-        if OURS.fullmatch(leftover.name):
-            with suppress(OSError):  # its owner is just finishing
-                if _is_abandoned(leftover):
-                    shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        ours, unfinished = OURS.fullmatch(leftover.name), UNFINISHED.fullmatch(leftover.name)
+        with suppress(OSError):  # its owner is just finishing
+            if (ours and _is_abandoned(leftover)) or (unfinished and _is_quiet(leftover)):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 def _is_abandoned(leftover: Path) -> bool:
@@ -124,4 +163,8 @@ def _is_abandoned(leftover: Path) -> bool:
                 return True
     except (FileNotFoundError, NotADirectoryError):
         pass
+    return _is_quiet(leftover)
+
+
+def _is_quiet(leftover: Path) -> bool:
     return time.time() - max(path.lstat().st_mtime for path in (leftover, *leftover.rglob("*"))) > QUIET_SECONDS

@@ -1,10 +1,12 @@
-"""Encode many conversations in order, in this process or in several, with a separate outcome for each."""
+"""Encode conversations as they are read, in order, in this process or in several, with a separate outcome for each."""
 
 import multiprocessing
 import signal
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import islice
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Literal, NamedTuple
@@ -19,7 +21,8 @@ from eagle3.text.template import Choices, Unusable
 
 # A process takes about two seconds to start; one core encodes a million characters per second, renderings included.
 CHARACTERS_WORTH_A_PROCESS = 4_000_000
-CHUNK = 64
+# Conversations that go to a process together: at most so many, and none after so many characters.
+CHUNK, CHUNK_CHARACTERS = 64, 1 << 22
 # Most characters in a row; each takes up to 250 bytes during tokenisation. For long samples the limit is
 # LONGEST_TOKEN characters for each token of the longest sample, if that is more.
 LONGEST_ROW, LONGEST_TOKEN = 1 << 24, 16
@@ -92,52 +95,83 @@ def split(outcome: Outcome, longest: int) -> list[tuple[np.ndarray, np.ndarray]]
     return [(outcome.ids[piece], outcome.loss_mask[piece]) for piece in pieces]
 
 
-def encode_all(
-    encoder: SampleEncoder, conversations: Sequence[Conversation], workers: int | None = None
-) -> Iterator[list[Outcome]]:
-    """Yield the outcomes of all conversations in order, chunk by chunk. workers: most processes; default: one per core.
+class Encoded(NamedTuple):
+    """Some conversations, one after another, and the outcome of each."""
 
-    If there are only a few conversations, this process encodes them, because starting others would take longer.
-    """
-    chunks = [conversations[start : start + CHUNK] for start in range(0, len(conversations), CHUNK)]
-    useful_processes = 1 + sum(row.characters for row in conversations) // CHARACTERS_WORTH_A_PROCESS
-    processes = min(len(chunks), useful_processes, workers or multiprocessing.cpu_count())
+    conversations: list[Conversation]
+    outcomes: list[Outcome]
+
+
+def useful_processes(rows: int, characters: int, workers: int | None) -> int:
+    """The number of processes for so much text. If there is little, this process encodes it, because starting others
+    would take longer. workers: most processes; None: one per core."""
+    useful = min(-(-rows // CHUNK), 1 + characters // CHARACTERS_WORTH_A_PROCESS)
+    return min(useful, workers or multiprocessing.cpu_count())
+
+
+def encode_all(encoder: SampleEncoder, conversations: Iterable[Conversation], processes: int) -> Iterator[Encoded]:
+    """Yield all conversations in order, with their outcomes. Reads only a few chunks ahead of what it yields."""
+    chunks = _chunks(conversations)
     if processes > 1:
         yield from _encode_in_processes(encoder, chunks, processes)
     else:
         for chunk in chunks:
-            yield [encoder.outcome(conversation) for conversation in chunk]
+            yield Encoded(chunk, [encoder.outcome(conversation) for conversation in chunk])
+
+
+def _chunks(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
+    chunk, characters = [], 0
+    for conversation in conversations:
+        chunk.append(conversation)
+        characters += conversation.characters
+        if len(chunk) == CHUNK or characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
 
 
 def _encode_in_processes(
-    encoder: SampleEncoder, chunks: list[Sequence[Conversation]], processes: int
-) -> Iterator[list[Outcome]]:
+    encoder: SampleEncoder, chunks: Iterator[list[Conversation]], processes: int
+) -> Iterator[Encoded]:
     """Process p encodes chunks p, p + processes, ...; reading them in turn keeps the order and bounds the backlog."""
     # spawn: forking a process with threads (torch's, the tokenizer's) can leave locks in the copy locked forever.
     context = multiprocessing.get_context("spawn")
-    workers: list[tuple[Connection, BaseProcess]] = []
+    started: list[BaseProcess] = []
+    turns: deque[tuple[list[Conversation], Connection, BaseProcess]] = deque()  # the next is the first
     try:
-        for number in range(processes):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(target=_work, args=(encoder, chunks[number::processes], sender), daemon=True)
+        for chunk in islice(chunks, processes):
+            connection, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(encoder, theirs), daemon=True)
             process.start()
-            sender.close()  # the process has its own copy; while ours is open, `recv` cannot notice its death
-            workers.append((receiver, process))
-        for chunk, (receiver, process) in zip(chunks, cycle(workers), strict=False):
+            started.append(process)
+            theirs.close()  # the process has its own copy; while ours is open, `recv` cannot notice its death
+            _send(chunk, connection)
+            turns.append((chunk, connection, process))
+        while turns:
+            chunk, connection, process = turns.popleft()
             try:
-                outcomes = receiver.recv()
-            except EOFError as error:
+                outcomes = connection.recv()
+            except (EOFError, OSError) as error:
                 raise _died(process, chunk, processes) from error
             if isinstance(outcomes, Exception):
                 raise outcomes
-            yield outcomes
+            if following := next(chunks, None):
+                _send(following, connection)  # cannot block, because the process is waiting for it
+                turns.append((following, connection, process))
+            yield Encoded(chunk, outcomes)
     finally:
-        for _, process in workers:
+        for process in started:
             process.terminate()
             process.join()
 
 
-def _died(process: BaseProcess, rows: Sequence[Conversation], processes: int) -> UserError:
+def _send(chunk: list[Conversation], connection: Connection) -> None:
+    with suppress(OSError):  # the process has died, which receiving from it will show
+        connection.send(chunk)
+
+
+def _died(process: BaseProcess, rows: list[Conversation], processes: int) -> UserError:
     process.join()
     if process.exitcode == -signal.SIGVTALRM:
         return UserError(
@@ -150,10 +184,11 @@ def _died(process: BaseProcess, rows: Sequence[Conversation], processes: int) ->
     )
 
 
-def _work(encoder: SampleEncoder, chunks: list[Sequence[Conversation]], sender: Connection) -> None:
-    for chunk in chunks:
+def _work(encoder: SampleEncoder, connection: Connection) -> None:
+    while True:
+        chunk = connection.recv()
         try:
-            sender.send([encoder.outcome(conversation) for conversation in chunk])
+            connection.send([encoder.outcome(conversation) for conversation in chunk])
         except UserError as error:
-            sender.send(error)
+            connection.send(error)
             return

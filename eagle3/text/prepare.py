@@ -1,28 +1,38 @@
-"""Turn data sources into a set of samples: encoded once, cached by content, with an account of what was left out."""
+"""Turn data sources into a set of samples: encoded once, cached by content, with an account of what was left out.
+
+The data is read twice, and never held: first for its content, which names the cached set, then to encode it. A process
+that is killed while it encodes is continued by the next one.
+"""
 
 import hashlib
 import json
 import os
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.console import GREEN, PLAIN, Progress, Warned, waiting
+from eagle3.console import GREEN, PLAIN, Progress, Warned, counted
+from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.text.cache import DAMAGE, opens, replacing_folder, sealed, unsealed
-from eagle3.text.conversations import Conversation, read_conversations
-from eagle3.text.encode import Outcome, Problem, SampleEncoder, encode_all, split
+from eagle3.text.conversations import Conversation, iterate_conversations
+from eagle3.text.encode import Encoded, Problem, SampleEncoder, encode_all, split, useful_processes
 from eagle3.text.rows import LISTED, MalformedRows, others
-from eagle3.text.samples import DamagedSamples, Sample, SampleSet
+from eagle3.text.samples import DamagedSamples, Sample, SampleSet, SampleWriter
 from eagle3.text.template import Unusable, choose_template, reasoning_key, renderer
 
 SUMMARY = "summary.json"
+PROGRESS = "progress.json"  # the summary so far, in a folder that is not finished
+SAVE_SECONDS = 30.0  # between two such records
 FORMAT = 2  # version of the cached folders and of the mask's meaning; changing it rebuilds every cached set
 
 
@@ -44,6 +54,27 @@ class Summary:
     # Answers of the kept samples with nothing but special tokens and white space to supervise; None in older caches.
     empty_answers: int | None = None
     cached: bool = False  # taken from the cache
+
+    def plus(self, encoded: Encoded, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Summary":
+        """The summary with more rows and the samples made of them."""
+        dropped, kinds, examples = dict(self.dropped), dict(self.kinds), dict(self.examples)
+        for row, outcome in zip(*encoded, strict=True):
+            if problem := outcome.problem:
+                dropped[problem.reason] = dropped.get(problem.reason, 0) + 1
+                kinds.setdefault(problem.reason, problem.kind)
+                examples.setdefault(problem.reason, row.origin)
+        return replace(
+            self,
+            rows=self.rows + len(encoded.outcomes),
+            kept=self.kept + len(samples),
+            truncated=self.truncated + sum(outcome.truncated for outcome in encoded.outcomes),
+            tokens=self.tokens + sum(len(ids) for ids, _ in samples),
+            supervised=self.supervised + sum(int(loss_mask.sum()) for _, loss_mask in samples),
+            dropped=dropped,
+            kinds=kinds,
+            examples=examples,
+            empty_answers=(self.empty_answers or 0) + sum(outcome.empty_answers for outcome in encoded.outcomes),
+        )
 
     def with_malformed(self, malformed: MalformedRows) -> "Summary":
         """The summary with malformed rows included. The cache lacks them, because they give no conversation."""
@@ -99,57 +130,106 @@ def prepare_samples(
     """
     cache = Path(cache_dir).expanduser()
     malformed = MalformedRows(encoder.malformed == "drop", "data.malformed=drop")
-    conversations = read_conversations(
-        sources, max_samples, malformed=malformed, downloads=cache / "downloads", report=report
-    )
-    folder = cache / "tokenized" / _content_key(conversations, encoder, report)
+    read = partial(iterate_conversations, sources, max_samples, downloads=cache / "downloads")
+    contents = Contents(encoder)
+    for _ in contents.of(read(malformed=malformed, report=report)):
+        pass
+    folder = cache / "tokenized" / contents.key
     if os.path.exists(folder):
         try:
             prepared = _open(folder, report)
             return Prepared(prepared.samples, prepared.summary.with_malformed(malformed))
         except DamagedSamples as damage:
             report(Warned(f"the tokenised data is damaged ({damage.where}: {damage.flaw}); rebuilding it"))
-    _tell_unshown(conversations, encoder, report)
-    outcomes = _outcomes(conversations, encoder, workers, report)
-    problems = [
-        (row.origin, result.problem) for row, result in zip(conversations, outcomes, strict=True) if result.problem
-    ]
-    _stop_at_problem(problems, encoder)
-    usable = [outcome for outcome in outcomes if outcome.problem is None]
-    dropped = Counter(problem.reason for _, problem in problems)
-    if not usable:
-        [(reason, count)] = dropped.most_common(1)
-        raise UserError(
-            f"{', '.join(sources)}: no usable sample among {len(outcomes)} ({count}: {reason}); give other data"
-        )
-    samples = SampleSet.pack([piece for outcome in usable for piece in split(outcome, encoder.max_length)])
-    summary = Summary(
-        rows=len(outcomes),
-        kept=len(samples),
-        truncated=sum(outcome.truncated for outcome in usable),
-        tokens=len(samples.ids),
-        supervised=int(samples.loss_mask.sum()),
-        dropped=dict(dropped),
-        kinds={problem.reason: problem.kind for _, problem in problems},
-        examples={problem.reason: origin for origin, problem in reversed(problems)},
-        empty_answers=sum(outcome.empty_answers for outcome in usable),
-    )
-    with waiting(report, "writing the tokenised data"), replacing_folder(folder, partial(opens, _open)) as temporary:
-        samples.write(temporary)
-        (temporary / SUMMARY).write_text(sealed({**asdict(summary), "samples": samples.checksum}), encoding="utf-8")
-    return Prepared(_open(folder, report).samples, summary.with_malformed(malformed))
+    _tell_unshown(contents, encoder, report)
+    with replacing_folder(folder, partial(opens, _open), resumable=True) as unfinished:
+        again = Contents(encoder)
+        rows = again.of(read(malformed=MalformedRows(drop=True)))
+        summary = _write(unfinished, rows, contents, encoder, workers, report)
+        if again.key != contents.key:
+            raise UserError(f"{', '.join(sources)}: changed while it was being read; start again")
+        if not summary.kept:
+            [(reason, count)] = Counter(summary.dropped).most_common(1)
+            raise UserError(
+                f"{', '.join(sources)}: no usable sample among {summary.rows} ({count}: {reason}); give other data"
+            )
+        record = {**asdict(summary), "samples": SampleSet.open(unfinished).checksum}
+        (unfinished / SUMMARY).write_text(sealed(record), encoding="utf-8")
+        (unfinished / PROGRESS).unlink(missing_ok=True)
+    return Prepared(_open(folder, report).samples, replace(summary.with_malformed(malformed), cached=False))
 
 
-def _outcomes(
-    conversations: Sequence[Conversation], encoder: SampleEncoder, workers: int | None, report: Callable[[str], None]
-) -> list[Outcome]:
-    outcomes: list[Outcome] = []
-    progress = Progress(report, "tokenising", len(conversations), "conversations")
-    with progress.also_between():
-        for chunk in encode_all(encoder, conversations, workers):
-            outcomes += chunk
-            progress.advance(len(chunk))
-    return outcomes
+class Contents:
+    """What is known of conversations once they have been read.
+
+    key: 32 hex digits, which are the same for the same conversations under the same rules
+    example: the first one with messages
+    with_reasoning: how many have reasoning
+    """
+
+    def __init__(self, encoder: SampleEncoder) -> None:
+        self.rows = self.characters = self.with_reasoning = 0
+        self.example: Conversation | None = None
+        self.digest = hashlib.sha256(_rules(encoder))
+
+    @property
+    def key(self) -> str:
+        return self.digest.hexdigest()[:32]
+
+    def of(self, conversations: Iterable[Conversation]) -> Iterator[Conversation]:
+        """The same conversations, counted as they pass."""
+        for row in conversations:
+            self.digest.update(_json_line([row.messages, row.text, row.tools]))
+            self.rows += 1
+            self.characters += row.characters
+            self.with_reasoning += any("reasoning_content" in message for message in row.messages or ())
+            if self.example is None and row.messages:
+                self.example = row
+            yield row
+
+
+def _write(
+    folder: Path,
+    rows: Iterator[Conversation],
+    contents: Contents,
+    encoder: SampleEncoder,
+    workers: int | None,
+    report: Callable[[str], None],
+) -> Summary:
+    """Encode the rows into `folder`, after what an earlier process has written there. Raises UserError for a problem
+    whose policy is not "drop"."""
+    summary = earlier = _progress(folder)
+    if earlier.rows:
+        report(f"going on after {counted(earlier.rows, 'conversation')} that an earlier run has tokenised")
+    progress = Progress(report, "tokenising", contents.rows, "conversations")
+    fatal: list[tuple[str, Problem]] = []
+    processes = useful_processes(contents.rows, contents.characters, workers)
+    with SampleWriter(folder, summary.kept, summary.tokens) as writer, progress.also_between():
+        saved = time.monotonic()
+        for encoded in encode_all(encoder, islice(rows, earlier.rows, None), processes):
+            usable = [outcome for outcome in encoded.outcomes if outcome.problem is None]
+            samples = [piece for outcome in usable for piece in split(outcome, encoder.max_length)]
+            fatal += _fatal_problems(encoded, encoder)
+            summary = summary.plus(encoded, samples)
+            if not fatal:  # otherwise only the problems still matter
+                writer.add(samples)
+                if time.monotonic() - saved >= SAVE_SECONDS:
+                    writer.flush()
+                    write_text(folder / PROGRESS, sealed(asdict(summary)))
+                    saved = time.monotonic()
+            progress.at(summary.rows, free=earlier.rows)
+    if fatal:
+        raise _refusal(fatal)
+    return summary
+
+
+def _progress(folder: Path) -> Summary:
+    """What an earlier process has written into `folder`; nothing if there is none, or it cannot be read."""
+    with suppress(*DAMAGE):
+        record, has_digest = unsealed((folder / PROGRESS).read_text(encoding="utf-8"))
+        if has_digest:
+            return Summary(**record)
+    return Summary(rows=0, kept=0, truncated=0, tokens=0, supervised=0, empty_answers=0)
 
 
 def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> str:
@@ -163,21 +243,17 @@ def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> 
     return "".join(pieces)
 
 
-def _content_key(conversations: Sequence[Conversation], encoder: SampleEncoder, report: Callable[[str], None]) -> str:
-    """Key of a cached set: 32 hex digits, which are the same for the same conversations under the same rules."""
+def _rules(encoder: SampleEncoder) -> bytes:
+    """Everything but the conversations that the samples depend on."""
     tokenizer = encoder.tokenizer
     options = [encoder.max_length, encoder.too_long, encoder.unusable, asdict(encoder.choices)]
     if encoder.malformed == "drop":  # if not, the key stays what it was before this option existed
         options.append("malformed rows dropped")
     # Special tokens count as well as the vocabulary, because templates read them. JSON keeps the parts apart.
     backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
-    rules = [FORMAT, options, encoder.chat_template or tokenizer.chat_template, tokenizer.special_tokens_map, backend]
-    digest = hashlib.sha256(_json_line(rules))
-    progress = Progress(report, "looking in the cache", len(conversations), "conversations")
-    for row in conversations:
-        digest.update(_json_line([row.messages, row.text, row.tools]))
-        progress.advance()
-    return digest.hexdigest()[:32]
+    return _json_line(
+        [FORMAT, options, encoder.chat_template or tokenizer.chat_template, tokenizer.special_tokens_map, backend]
+    )
 
 
 def _json_line(value: list) -> bytes:
@@ -185,14 +261,14 @@ def _json_line(value: list) -> bytes:
     return json.dumps(value, default=str).encode() + b"\n"
 
 
-def _tell_unshown(conversations: Sequence[Conversation], encoder: SampleEncoder, report: Callable[[str], None]) -> None:
+def _tell_unshown(contents: Contents, encoder: SampleEncoder, report: Callable[[str], None]) -> None:
     """Warn about templates that hide something.
 
     A template that prints what is said but not who says it is hardly the one that the target is served with. A template
     that cannot show reasoning loses it, which a user who keeps reasoning should know.
     """
     template = encoder.chat_template or encoder.tokenizer.chat_template
-    example = next((row for row in conversations if row.messages), None)
+    example = contents.example
     if example is None or not template:
         return
     question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
@@ -203,7 +279,7 @@ def _tell_unshown(conversations: Sequence[Conversation], encoder: SampleEncoder,
         if render(probe.messages) == render([{**question, "role": "assistant"}, {**answer, "role": "user"}]):
             label = "data.chat_template" if encoder.chat_template else "the tokenizer's chat template"
             report(Warned(f"{label} prints a user's and an assistant's messages alike; is the target served with it?"))
-    count = sum(any("reasoning_content" in message for message in row.messages or ()) for row in conversations)
+    count = contents.with_reasoning
     if count and encoder.choices.reasoning == "keep" and isinstance(template, str) and not reasoning_key(template):
         report(
             Warned(f"the chat template shows no reasoning, so that of {count:,} conversations is not in the samples")
@@ -234,16 +310,22 @@ def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> Pr
     return Prepared(samples, replace(summary, cached=True))
 
 
-def _stop_at_problem(problems: list[tuple[str, Problem]], encoder: SampleEncoder) -> None:
-    """Raises UserError for the first problem whose policy is not "drop", with the number of problems of its kind."""
+def _fatal_problems(encoded: Encoded, encoder: SampleEncoder) -> list[tuple[str, Problem]]:
+    """The problems whose policy is not "drop", each with its row's origin."""
     policies = {
         "unusable": [encoder.unusable],
         "too_long": [encoder.too_long],
         "too_large": [encoder.too_long, encoder.malformed],
     }
-    fatal = [(origin, problem) for origin, problem in problems if "drop" not in policies[problem.kind]]
-    if not fatal:
-        return
+    return [
+        (row.origin, outcome.problem)
+        for row, outcome in zip(*encoded, strict=True)
+        if outcome.problem and "drop" not in policies[outcome.problem.kind]
+    ]
+
+
+def _refusal(fatal: list[tuple[str, Problem]]) -> UserError:
+    """The error for the first problem, with the number of problems of its kind."""
     origin, problem = fatal[0]
     count = sum(other.kind == problem.kind for _, other in fatal)
     detail = f" ({problem.detail})" if problem.detail else ""
@@ -254,4 +336,4 @@ def _stop_at_problem(problems: list[tuple[str, Problem]], encoder: SampleEncoder
         "too_large": "cut it into several rows, or leave such rows out with data.malformed=drop",
     }[problem.kind]
     tally = "no other sample has such a problem" if count == 1 else f"{count} samples have such a problem"
-    raise UserError(f"{origin}: {problem.reason}{detail}; {tally}; {remedy}")
+    return UserError(f"{origin}: {problem.reason}{detail}; {tally}; {remedy}")

@@ -4,13 +4,14 @@ If a recipe does not train on all of a sample's supervised tokens, `Spans` choos
 """
 
 import hashlib
+import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -89,6 +90,80 @@ class TokenFile:
         return values
 
 
+class Column(NamedTuple):
+    """One of the files of a set, which have a row for each sample or token."""
+
+    dtype: str
+    row: tuple[int, ...] = ()  # shape
+
+
+COLUMNS = {
+    "offsets": Column("<i8"),
+    "digests": Column("|u1", (DIGEST_BYTES,)),
+    "ids": Column("<i4"),
+    "loss_mask": Column("|b1"),
+}
+
+
+class SampleWriter:
+    """Writes a set into an existing folder, sample by sample. After `flush`, and at the end, the files are a whole set.
+    Raises OSError.
+
+    samples, tokens: how much of a set that is there already to keep and to continue
+    """
+
+    def __init__(self, folder: Path, samples: int = 0, tokens: int = 0) -> None:
+        self.samples, self.tokens = samples, tokens
+        # Ordinary writes: a full disk gives an OSError, whereas a memory map would kill the process.
+        self.files = {name: (folder / f"{name}.npy").open("r+b" if samples else "w+b") for name in COLUMNS}
+        self._write_headers()
+        for name, column in COLUMNS.items():
+            size = np.dtype(column.dtype).itemsize * math.prod(column.row)
+            self.files[name].seek(self._rows(name) * size, os.SEEK_CUR)
+            self.files[name].truncate()  # a new file of offsets gets a zero by this, which is the first
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.flush()
+        finally:
+            for file in self.files.values():
+                file.close()
+
+    def add(self, samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Write more samples, as (ids, loss_mask) pairs."""
+        for ids, loss_mask in samples:
+            self.samples, self.tokens = self.samples + 1, self.tokens + len(ids)
+            self._append("ids", ids)
+            self._append("loss_mask", loss_mask)
+            self._append("digests", np.frombuffer(sample_digest(ids, loss_mask), np.uint8))
+            self._append("offsets", np.array([self.tokens]))
+
+    def flush(self) -> None:
+        """Bring what was added to disk, with headers that say how much it is."""
+        self._write_headers()
+        for file in self.files.values():
+            file.seek(0, os.SEEK_END)
+            file.flush()
+            os.fsync(file.fileno())  # some file systems report errors only here
+
+    def _rows(self, name: str) -> int:
+        return {"offsets": self.samples + 1, "digests": self.samples}.get(name, self.tokens)
+
+    def _append(self, name: str, values: np.ndarray) -> None:
+        self.files[name].write(np.ascontiguousarray(values, COLUMNS[name].dtype))
+
+    def _write_headers(self) -> None:
+        """NumPy leaves room in a header for the longest array, so that it can be written again."""
+        for name, column in COLUMNS.items():
+            self.files[name].seek(0)
+            header = {"descr": column.dtype, "fortran_order": False, "shape": (self._rows(name), *column.row)}
+            npy.write_array_header_1_0(self.files[name], header)
+
+
 @dataclass(frozen=True)
 class SampleSet:
     """Samples packed one after another. Reading tokens checks each sample's digest, and may raise DamagedSamples."""
@@ -137,21 +212,10 @@ class SampleSet:
 
     def write(self, folder: Path) -> None:
         """Write the files into an existing folder. Raises OSError."""
-        tokens, digests = int(self.lengths.sum()), self.digests[self.indices]
-        offsets = np.concatenate([[0], np.cumsum(self.lengths)])
-        for name, dtype, shape, parts in (
-            ("offsets", "<i8", offsets.shape, [offsets]),
-            ("digests", "|u1", digests.shape, [digests]),
-            ("ids", "<i4", (tokens,), (ids for ids, _ in self.token_chunks())),
-            ("loss_mask", "|b1", (tokens,), (loss_mask for _, loss_mask in self.token_chunks())),
-        ):
-            # Ordinary writes: a full disk gives an OSError, whereas a memory map would kill the process.
-            with (folder / f"{name}.npy").open("wb") as file:
-                npy.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
-                for part in parts:
-                    file.write(np.ascontiguousarray(part, dtype))
-                file.flush()
-                os.fsync(file.fileno())  # some file systems report errors only here
+        with SampleWriter(folder) as writer:
+            for run in self._runs():
+                ids, loss_mask = self._read(run)
+                writer.add((ids[a:b], loss_mask[a:b]) for a, b in pairwise(self._edges(run)))
 
     @property
     def checksum(self) -> str:

@@ -202,7 +202,8 @@ def test_processes_that_find_the_same_damage_at_the_same_time_all_get_the_right_
     flip(cached(tmp_path, "ids.npy"), 140, 0)
 
     def again() -> None:
-        assert contents(prepared(tmp_path, tokenizer, *ANSWERS).samples) == expected
+        sources = [str(tmp_path / "data.jsonl")]
+        assert contents(prepare(sources, tokenizer, cache_dir=tmp_path / "cache", **OPTIONS).samples) == expected
 
     ranks = [FORK.Process(target=again) for _ in range(4)]
     for rank in ranks:
@@ -334,3 +335,78 @@ def test_where_no_lock_tells_who_is_dead_a_day_without_a_change_does(tmp_path):
         with replacing_folder(tmp_path / key):
             pass
         assert {path for path in everything if path.exists()} == set(remaining)
+
+
+MANY = [f"answer {number}" for number in range(300)]  # more chunks than one
+
+
+def tokenised_until(done: int, tmp_path: Path, tokenizer, end: Callable[[], None]) -> None:
+    """Prepares MANY, and calls `end` once so many conversations are tokenised and on disk."""
+
+    def report(line: str) -> None:
+        if line.startswith(f"tokenising: {done}/"):
+            end()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eagle3.console.QUIET_SECONDS", 0.0)
+        patch.setattr("eagle3.console._gap", lambda seconds: 0.0)
+        patch.setattr("eagle3.text.prepare.SAVE_SECONDS", 0.0)
+        prepared(tmp_path, tokenizer, *MANY, report=report)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", [interrupt, kill])
+def test_what_an_ended_process_has_tokenised_is_not_tokenised_again_and_the_set_is_the_same(tmp_path, tokenizer, end):
+    expected = contents(prepared(tmp_path / "..", tokenizer, *MANY).samples)
+    if end is kill:
+        assert run(tokenised_until, 192, tmp_path, tokenizer, kill) == -signal.SIGKILL
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            tokenised_until(192, tmp_path, tokenizer, interrupt)
+    lines: list[str] = []
+    samples, summary = prepared(tmp_path, tokenizer, *MANY, report=lines.append)
+    assert contents(samples) == expected and (summary.rows, summary.kept, summary.cached) == (300, 300, False)
+    assert lines == ["going on after 192 conversations that an earlier run has tokenised"]
+    assert [path.name for path in cached(tmp_path).parent.iterdir()] == [cached(tmp_path).name]
+    for name in FILES[:4]:
+        whole = next((tmp_path / ".." / "cache" / "tokenized").glob(f"*/{name}"))
+        assert cached(tmp_path, name).read_bytes() == whole.read_bytes()
+
+
+def test_an_unfinished_set_of_a_living_process_is_left_to_it(tmp_path, tokenizer):
+    lines: list[str] = []
+
+    def meanwhile() -> None:
+        assert run(lambda: prepared(tmp_path, tokenizer, *MANY)) == 0
+
+    tokenised_until(192, tmp_path, tokenizer, meanwhile)
+    summary = prepared(tmp_path, tokenizer, *MANY, report=lines.append).summary
+    assert (summary.kept, summary.cached, lines) == (300, True, [])
+
+
+def test_a_damaged_record_of_progress_is_not_gone_by(tmp_path, tokenizer):
+    with pytest.raises(KeyboardInterrupt):
+        tokenised_until(192, tmp_path, tokenizer, interrupt)
+    (record,) = (tmp_path / "cache" / "tokenized").glob("*.unfinished/new/progress.json")
+    record.write_text(record.read_text().replace("192", "128"))
+    lines: list[str] = []
+    assert len(prepared(tmp_path, tokenizer, *MANY, report=lines.append).samples) == 300 and lines == []
+
+
+def test_an_unfinished_set_is_removed_after_a_day_without_a_change(tmp_path, tokenizer):
+    with pytest.raises(KeyboardInterrupt):
+        tokenised_until(192, tmp_path, tokenizer, interrupt)
+    (unfinished,) = (tmp_path / "cache" / "tokenized").iterdir()
+    for hours, there in ((23, True), (25, False)):
+        for path in (unfinished, *unfinished.rglob("*")):
+            os.utime(path, 2 * (time.time() - 3600 * hours,))
+        with replacing_folder(unfinished.parent / f"{1:032x}"):
+            pass
+        assert unfinished.exists() == there

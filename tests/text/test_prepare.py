@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from eagle3.console import Warned
 from eagle3.errors import UserError
 from eagle3.text import encode
-from eagle3.text.conversations import Conversation
+from eagle3.text.conversations import Conversation, iterate_conversations
 from eagle3.text.prepare import preview
 from eagle3.text.samples import SampleSet
 from eagle3.text.template import Choices
@@ -174,16 +175,20 @@ def test_processes_give_what_one_process_gives_in_order(tokenizer):
     ]
     rows[70] = Conversation("x", ({"role": "user", "content": "?"},), None)
     encoder = encode.SampleEncoder(tokenizer, TEMPLATE, 100)
-    alone = [outcome for chunk in encode.encode_all(encoder, rows, workers=2) for outcome in chunk]
-    chunks = [rows[start : start + 64] for start in range(0, 150, 64)]
-    together = [outcome for chunk in encode._encode_in_processes(encoder, chunks, 2) for outcome in chunk]
+
+    def outcomes(processes: int) -> list[encode.Outcome]:
+        encoded = [*encode.encode_all(encoder, iter(rows), processes)]
+        assert [row for part in encoded for row in part.conversations] == rows
+        return [outcome for part in encoded for outcome in part.outcomes]
+
+    alone, together = outcomes(1), outcomes(2)
     assert len(alone) == len(together) == 150
     for a, b in zip(alone, together, strict=True):
         assert a.problem == b.problem and np.array_equal(a.ids, b.ids) and np.array_equal(a.loss_mask, b.loss_mask)
     assert together[70].problem.reason == "no assistant turn"
     broken = encode.SampleEncoder(tokenizer, "{% for %}", 100)
     with pytest.raises(UserError, match="chat template line 1"):
-        list(encode._encode_in_processes(broken, chunks, 2))
+        list(encode.encode_all(broken, rows, 2))
 
 
 def test_a_sample_is_named_by_its_contents():
@@ -227,3 +232,29 @@ def test_a_long_preparation_reports_rate_and_time_left(tmp_path, tokenizer, monk
     first, *_, last = (line for line in lines if line.startswith("tokenising: "))
     assert first.startswith("tokenising: 64/100 conversations, ") and first.endswith("s left")
     assert last.startswith("tokenising: 100/100 conversations, ") and last.endswith(" in all")
+
+
+def test_conversations_are_read_as_they_are_needed_and_not_held(tmp_path, tokenizer, monkeypatch):
+    finalizers, most = [], []
+
+    def watched(*arguments, **options):
+        for row in iterate_conversations(*arguments, **options):
+            finalizers.append(weakref.finalize(row, int))
+            most.append(sum(each.alive for each in finalizers))
+            yield row
+
+    monkeypatch.setattr("eagle3.text.prepare.iterate_conversations", watched)
+    assert len(prepared(tmp_path, tokenizer, *["one"] * 1000).samples) == 1000
+    assert len(most) == 2 * 1000 and max(most) <= 3 * encode.CHUNK
+
+
+def test_data_that_changes_while_it_is_read_is_refused(tmp_path, tokenizer):
+    path = tmp_path / "data.jsonl"
+
+    def change(line: str) -> None:
+        if "alike" in line:  # a warning between the two readings
+            path.write_text(path.read_text().replace("one", "two"))
+
+    alike = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
+    with pytest.raises(UserError, match="data.jsonl: changed while it was being read; start again"):
+        prepared(tmp_path, tokenizer, "one", chat_template=alike, report=change)
