@@ -227,6 +227,22 @@ class _Chat:
         stripped = text.lstrip()
         return next((token for token in self.added if token and stripped.startswith(token)), None)
 
+    def added_in(self, text: str) -> list[int]:
+        """Where the added tokens in a text begin."""
+        pattern = "|".join(map(re.escape, filter(None, self.added)))
+        return [match.start() for match in re.finditer(pattern, text)] if pattern else []
+
+    def same_words(self, prompt: str, shown: str) -> bool:
+        """Whether both begin with the same added token, and differ in other added tokens (think markers) and white
+        space alone."""
+        pattern = "|".join([*map(re.escape, filter(None, self.added)), r"\s"])
+        first = self.leading_token(prompt)
+        return (
+            first is not None
+            and self.leading_token(shown) == first
+            and re.sub(pattern, "", prompt) == re.sub(pattern, "", shown)
+        )
+
 
 def _assistant_spans(messages: list[dict], text: str, render: Render, added_tokens: list[str]) -> list[Span]:
     """The spans of all assistant turns except one that opens the conversation."""
@@ -279,16 +295,20 @@ def _prefix_region(chat: _Chat, index: int) -> Region:
 
     It lies between the ends of two renderings: that of the earlier messages with the generation prompt, and that of the
     earlier messages and this one. If the template drops reasoning (and content that it takes for reasoning) from
-    earlier turns, this message is rendered without it.
+    earlier turns, this message is rendered without it, and may lack the think block that the prompt opens.
     """
-    prefix = chat.render(chat.messages[:index], generation_prompt=True)
-    has_prompt = prefix != chat.render(chat.messages[:index])
+    history, prefix = (chat.render(chat.messages[:index], generation_prompt=prompt) for prompt in (False, True))
+    opening = prefix.removeprefix(history)
+    starts = [len(prefix), *(len(history) + place for place in reversed(chat.added_in(opening)[1:]))]
     message = chat.messages[index]
     without_reasoning = {key: value for key, value in message.items() if key not in REASONING_KEYS}
-    for version in (message, without_reasoning, {**without_reasoning, "content": ""}) if has_prompt else ():
+    versions = (message, without_reasoning, {**without_reasoning, "content": ""})
+    for version in versions if prefix.startswith(history) and opening else ():
         rendering = chat.render([*chat.messages[:index], version]).rstrip()
-        if rendering.endswith(tuple(chat.added)) and chat.text.startswith(rendering) and rendering.startswith(prefix):
-            return Region(len(prefix), len(rendering), direct=True, closing=None)
+        if rendering.endswith(tuple(chat.added)) and chat.text.startswith(rendering):
+            for start in starts:
+                if rendering.startswith(prefix[:start]):
+                    return Region(start, len(rendering), direct=True, closing=None)
     raise Unusable("the chat template does not show where an assistant's tool call begins and ends")
 
 
@@ -315,9 +335,11 @@ def _turn_start(chat: _Chat, index: int, previous_end: int, region: Region) -> i
     # the generation prompt is empty (Llama 2).
     if opened and (not chat.text[start : region.start].strip() or prompt != chat.render(history)):
         return start
-    # Either the template has no generation prompt, or the turn shows only part of it (a generation prompt that opens a
-    # think block). The turn then begins where its region does, provided that the content is what begins there.
-    if region.direct and (opened or opening.startswith(chat.text[previous_end : region.start])):
+    # Either the template has no generation prompt, or the turn shows only part of it, or other think markers (a
+    # generation prompt that opens a think block). The turn then begins where its region does, provided that the content
+    # is what begins there.
+    shown = chat.text[previous_end : region.start]
+    if region.direct and (opened or opening.startswith(shown) or chat.same_words(opening, shown)):
         return region.start
     raise Unusable("the chat template does not show where an assistant's turn begins")
 
