@@ -88,9 +88,8 @@ def diagnose_draft(
             f"--prompts: {len(prompts.as_given)} prompts make wide intervals, in which faults can hide; give 16"
         )
     check_belongs(exported.config, folder, config.vocab_size, config.hidden_size)
-    layers = check_aux_layers(
-        exported.config.aux_layers or default_aux_layers(config.num_hidden_layers), config.num_hidden_layers
-    )
+    count = config.num_hidden_layers
+    layers = check_aux_layers(exported.config.aux_layers or default_aux_layers(count, config.model_type), count)
     if exported.config.aux_layers is None:
         console.warn(f"{folder}: its config.json names no auxiliary layers; EAGLE3's own are taken, {list(layers)}")
     exported = replace(exported, config=replace(exported.config, aux_layers=layers))

@@ -235,7 +235,7 @@ def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
 
 
 def _aux_layers(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int]:
-    layers = recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers)
+    layers = recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers, target.model_type)
     return check_aux_layers(layers, target.num_hidden_layers)
 
 

@@ -4,18 +4,25 @@ from collections.abc import Sequence
 
 from eagle3.errors import UserError
 
+# Types of targets whose published drafts, and therefore SGLang (minimax_m3_vl.py), take the layers after the usual.
+ONE_LATER = frozenset(("minimax_m3_vl", "minimax_m3_vl_text"))
 
-def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
+
+def default_aux_layers(num_layers: int, model_type: str | None = None) -> tuple[int, int, int]:
     """The layers that EAGLE3 reads, 0-based: 1, n//2-1 and n-4; if n < 8, shifted just enough to stay distinct.
 
     These are the layers of the EAGLE3 reference implementation and of the engines that serve its drafts. The last layer
     is avoided: SGLang captures each layer's input, and no layer takes the last one's output as input. Only a target
     with three layers leaves no other choice.
+
+    model_type: of the target's config, for the families whose drafts read others
     """
     if num_layers < 3:
         raise UserError(f"target: has {num_layers} layers, EAGLE3 reads three; choose a target with at least 3 layers")
     if num_layers == 3:
         return 0, 1, 2
+    if model_type in ONE_LATER and num_layers >= 8:
+        return 2, num_layers // 2, num_layers - 3
     low = min(1, num_layers - 4)
     middle = min(max(num_layers // 2 - 1, low + 1), num_layers - 3)
     high = max(num_layers - 4, middle + 1)

@@ -47,9 +47,8 @@ class TransformersTarget:
                 f"target {name!r}: {type(model).__name__} has no list of decoder layers under get_decoder().layers; "
                 "choose a decoder-only target"
             )
-        self.aux_layers = check_aux_layers(
-            default_aux_layers(len(self.layers)) if aux_layers is None else aux_layers, len(self.layers)
-        )
+        count, kind = len(self.layers), self.decoder.config.model_type
+        self.aux_layers = check_aux_layers(default_aux_layers(count, kind) if aux_layers is None else aux_layers, count)
         self.prefill_tokens = prefill_tokens
         self.head = model_head(name, model, required=draft_ids is None)
         self.device = self.head.embedding.device

@@ -90,6 +90,17 @@ def test_vllms_own_functions_capture_the_layers_that_the_draft_was_trained_on(
     assert torch.allclose(torch.cat(captured, dim=-1), trained.aux, rtol=1e-10, atol=1e-10)
 
 
+def test_the_default_layers_are_those_of_vllms_own_function(vllm):
+    """vLLM counts from 1. It has no class for the family whose drafts read other layers (MiniMax-M3)."""
+    default = vllm.definition(
+        "model_executor/models/interfaces.py", "SupportsEagle3.get_eagle3_default_aux_hidden_state_layers"
+    )
+    for layers in (8, 28, 61, 80):
+        config = SimpleNamespace(num_hidden_layers=layers)
+        target = SimpleNamespace(model=SimpleNamespace(layers=[None] * layers), config=config)
+        assert tuple(layer - 1 for layer in default(target)) == default_aux_layers(layers)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_vllms_own_functions_give_an_export_the_window_that_it_was_trained_with(vllm, tmp_path, target, window):
     """From config.json through the attention of vLLM's draft layer to the window that flash attention is asked for: W

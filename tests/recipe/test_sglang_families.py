@@ -19,6 +19,7 @@ from test_sglang_capture import ALLOWED
 from eagle3.draft.config import DraftConfig
 from eagle3.jobs.job import Prospect
 from eagle3.recipe.loading import load_recipe
+from eagle3.targets.aux_layers import default_aux_layers
 from eagle3.targets.checkpoint import target_config
 from eagle3.targets.sglang.version import EAGLE3_TARGETS, LIST_TARGETS, eagle3_targets
 from eagle3.targets.transformers import load_target
@@ -65,6 +66,13 @@ def registry() -> dict[str, bool]:
 def test_the_targets_that_take_a_draft_are_those_that_sglang_has(registry, recipe):
     name = architecture(recipe)
     assert registry[name] == (name in EAGLE3_TARGETS)  # a class that cannot be imported here would be missing
+
+
+def test_the_default_layers_are_those_that_sglang_captures_for_a_draft_that_names_none(registry):
+    types = {architecture(recipe): target_config(FAMILIES / recipe).model_type for recipe in with_class()}
+    served = sorted(name for name in types if registry[name])
+    captured = in_sglang("tests/support/sglang_default_layers_worker.py", *served)
+    assert captured == {name: list(default_aux_layers(48, types[name])) for name in served}
 
 
 def test_a_new_recipe_asks_the_sglang_that_is_installed_and_says_so_if_it_cannot(registry, monkeypatch):

@@ -192,6 +192,7 @@ def test_default_aux_layers_follow_the_definition_and_stay_distinct_when_tiny():
         low, middle, high = default_aux_layers(layers)
         assert 0 <= low < middle < high < layers - 1, "engines do not capture the last layer"
     assert default_aux_layers(3) == (0, 1, 2)
+    assert default_aux_layers(60, "minimax_m3_vl_text") == (2, 30, 57)
     with pytest.raises(UserError, match="2 layers"):
         default_aux_layers(2)
 
