@@ -9,10 +9,13 @@ from transformers import PretrainedConfig
 from eagle3.draft.config import ROPE_TYPES, DraftConfig, rope_parameters
 from eagle3.errors import UserError
 
+# How configs call the number of experts that a token uses.
+ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 # The head width and the number of key/value heads for which serving kernels are made, used if the target's heads do not
-# suit a draft.
-HEAD_DIM = 128
+# suit a draft; and the widest heads that those kernels take.
+HEAD_DIM, WIDEST_HEAD = 128, 256
 KEY_VALUE_HEADS = 8
+PARTIAL_OR_IMAGES = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")  # keys that no draft's rope has
 HEADS = {"num_attention_heads", "num_key_value_heads", "head_dim"}
 
 
@@ -62,8 +65,9 @@ def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
     """The target's rope, including the llama3 or YaRN factors that let it reach long contexts.
 
     If the rope differs by layer type, this is the one for full attention, since the draft attends to everything. A
-    partial rotation becomes a full one with the same base over more pairs, because that is how serving engines rotate
-    drafts.
+    partial rotation (in Gemma 4's words a proportional one) becomes a full one with the same base over more pairs,
+    because that is how serving engines rotate drafts. Positions of images (mrope) are left out: those of text are the
+    plain ones.
     """
     values = target.to_dict()
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
@@ -75,7 +79,10 @@ def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
             )
         values = {"rope_parameters": rope["full_attention"]}
     draft_rope = rope_parameters(values)
-    draft_rope.pop("partial_rotary_factor", None)
+    for key in PARTIAL_OR_IMAGES:
+        draft_rope.pop(key, None)
+    if draft_rope["rope_type"] == "proportional" and draft_rope.get("factor", 1.0) == 1.0:
+        draft_rope = {key: value for key, value in draft_rope.items() if key != "factor"} | {"rope_type": "default"}
     if not isinstance(draft_rope["rope_type"], str) or draft_rope["rope_type"] not in ROPE_TYPES:
         raise UserError(
             f"target config: rope_type {draft_rope['rope_type']!r} is not one that a draft can have "
@@ -85,11 +92,12 @@ def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
 
 
 def _heads(target: PretrainedConfig) -> dict[str, int]:
-    """num_attention_heads, num_key_value_heads and head_dim. Two kinds of targets have heads that no Llama layer can
-    have: targets with latent attention (kv_lora_rank; three head widths, and a key for each head), and targets whose
-    number of heads does not divide their hidden size (GLM-4.5). Their drafts get hidden_size / 128 heads."""
-    hidden = _of(target, "hidden_size")
-    if getattr(target, "kv_lora_rank", None) or hidden % _of(target, "num_attention_heads"):
+    """num_attention_heads, num_key_value_heads and head_dim. Some targets have heads that no draft can have: latent
+    attention (kv_lora_rank; three head widths, and a key for each head), a number of heads that does not divide the
+    hidden size (GLM-4.5), or heads too wide for serving kernels (Gemma 4). Their drafts get hidden_size / 128 heads."""
+    hidden, width = _of(target, "hidden_size"), getattr(target, "head_dim", None) or 0
+    latent = getattr(target, "kv_lora_rank", None)
+    if latent or hidden % _of(target, "num_attention_heads") or width > WIDEST_HEAD:
         heads = max(hidden // HEAD_DIM, 1)
         keys = KEY_VALUE_HEADS if heads % KEY_VALUE_HEADS == 0 else heads
         return {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": min(HEAD_DIM, hidden)}
@@ -108,7 +116,7 @@ def _intermediate_size(target: PretrainedConfig) -> int:
     moe_intermediate_size or, without that key, intermediate_size."""
     dense = getattr(target, "intermediate_size_mlp", None)
     experts = getattr(target, "num_local_experts", None) or getattr(target, "num_experts", None)
-    active = getattr(target, "num_experts_per_tok", None) or 1
+    active = next((number for name in ACTIVE_EXPERTS if (number := getattr(target, name, None))), 1)
     if getattr(target, "moe_intermediate_size", None):
         return max(active * _of(target, "moe_intermediate_size"), getattr(target, "intermediate_size", None) or 0)
     return dense or _of(target, "intermediate_size") * (active if experts else 1)

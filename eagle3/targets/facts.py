@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
+from eagle3.draft.derivation import ACTIVE_EXPERTS
 from eagle3.errors import UserError
 from eagle3.targets.checkpoint import config_values, readable, sound_config, whole_config
 
@@ -37,7 +38,7 @@ class TargetFacts(NamedTuple):
     def chosen_experts(self) -> float:
         """The share of a layer's routed experts that a token reads; 1 if there are none."""
         number = _first(self.config, "num_experts", "n_routed_experts", "num_local_experts")
-        chosen = _first(self.config, "num_experts_per_tok", "top_k_experts", "moe_topk")
+        chosen = _first(self.config, *ACTIVE_EXPERTS)
         return chosen / number if self.expert_parameters and number and chosen else 1.0
 
     def engine_gpus(self, usable: float) -> int:
@@ -56,12 +57,17 @@ def read_facts(name: str, revision: str | None = None, trust_remote_code: bool =
     """
     values, root_config = config_values(name, revision), whole_config(name, revision, trust_remote_code)
     config = root_config.get_text_config(decoder=True)
-    known_classes = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
+    known_classes = {
+        _plain(name)
+        for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+        for name in names.values()
+    }
     architecture = (values.get("architectures") or [None])[0]
     own_code = trust_remote_code and "AutoModelForCausalLM" in (values.get("auto_map") or {})
     model_config = root_config if own_code or type(root_config) in MODEL_FOR_CAUSAL_LM_MAPPING else config
     if not own_code and (
-        type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING or architecture not in (None, *known_classes)
+        type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        or (architecture and _plain(architecture) not in known_classes)
     ):
         raise UserError(
             f"target {name!r}: {architecture or type(config).__name__} is not a causal language model of transformers; "
@@ -81,14 +87,21 @@ def read_facts(name: str, revision: str | None = None, trust_remote_code: bool =
     )
 
 
+def _plain(architecture: str) -> str:
+    """A class's name without what checkpoints spell in their own way: Kimi's and EXAONE's differ from
+    transformers'."""
+    return architecture.replace("_", "").lower()
+
+
 def _first(config: PretrainedConfig, *names: str) -> int | None:
     """The first of these values that a config has."""
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def _parts(values: dict) -> list[dict]:
-    """The whole of config.json and its sections for single parts (text_config and others)."""
-    return [values, *(part for part in values.values() if isinstance(part, dict) and "model_type" in part)]
+    """The whole of config.json and its sections (text_config and others)."""
+    parts = [part for key, part in values.items() if key.endswith("_config") and isinstance(part, dict)]
+    return [values, *parts]
 
 
 def _gives(values: dict, config: PretrainedConfig, key: str) -> bool:

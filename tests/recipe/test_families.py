@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from family_run import DRAFT_VOCABULARY, run_recipe
 from family_targets import (
     LAYERS,
@@ -17,8 +16,10 @@ from family_targets import (
     SIZES,
     WITHOUT_CLASS,
     architecture,
+    class_names,
     family_tokenizer,
     make_family_target,
+    plain,
     published_config,
     recipes,
     tiny_config,
@@ -38,8 +39,13 @@ from eagle3.targets.head import load_target_head
 from eagle3.targets.long_prefill import LongPrefill
 from eagle3.targets.transformers import TransformersTarget, load_target
 
-# Families with layers through which a document cannot go in chunks, and the type of the first such layers.
-NOT_IN_CHUNKS = {"llama-4-scout": "chunked_attention"}
+# Families with layers through which a document cannot go in chunks, and the type of such layers.
+NOT_IN_CHUNKS = {
+    "llama-4-scout": "chunked_attention",
+    "deepseek-v3.2": "indexed_attention",
+    "glm-5.1": "indexed_attention",
+    "minimax-m3": "minimax_m3_sparse",
+}
 
 
 @dataclass(frozen=True)
@@ -156,8 +162,12 @@ def assert_shaped_as(exported: dict[str, Any], family: Family, recipe: Recipe) -
     assert exported["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == list(layers)
     assert exported["eagle_aux_hidden_state_layer_ids"] == [layer + 1 for layer in layers]  # vLLM counts from 1
     if "kv_lora_rank" not in own:  # otherwise no head of the target is like a draft's
-        for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
-            assert exported[name] == own.get(name, 16)
+        for name, full in (
+            ("num_attention_heads", None),
+            ("num_key_value_heads", "num_global_key_value_heads"),
+            ("head_dim", "global_head_dim"),  # of Gemma 4's layers with full attention
+        ):
+            assert exported[name] == own.get(full, own.get(name, 16))
     context = recipe.model.draft.max_position_embeddings or own.get("max_position_embeddings")
     for name, value in (("max_position_embeddings", context), ("rms_norm_eps", own.get("rms_norm_eps"))):
         assert exported[name] == value or value is None  # the class's default
@@ -167,9 +177,13 @@ def assert_rotates_as(rope: RotaryEmbedding, config: Any, family: Family) -> Non
     """Asserts that the draft rotates as the published config says, and like the family's own module for full attention
     if that has the same width."""
     published = text_part(published_config(family.recipe))
-    scaling = published.get("rope_scaling") or {}
-    expected = {name: scaling[name] for name in scaling.keys() - {"type", "mscale", "mscale_all_dim"}}
+    scaling = published.get("rope_scaling") or published.get("rope_parameters") or {}
+    scaling = scaling.get("full_attention", scaling)
+    others = {"type", "mscale", "mscale_all_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+    expected = {name: scaling[name] for name in scaling.keys() - others}
     expected["rope_type"] = scaling.get("rope_type") or scaling.get("type") or "default"
+    if expected["rope_type"] == "proportional":  # Gemma 4's word for rotating a part of the pairs
+        expected["rope_type"] = "default"
     if "rope_theta" in published:
         expected["rope_theta"] = published["rope_theta"]
     actual = {name: config.rope_parameters.get(name) for name in expected}
@@ -180,9 +194,12 @@ def assert_rotates_as(rope: RotaryEmbedding, config: Any, family: Family) -> Non
     scale = getattr(own, "full_attention_attention_scaling", None) or own.attention_scaling
     assert rope.scaling == pytest.approx(scale)
     if 2 * len(frequencies) == config.head_dim:
-        assert torch.allclose(rope.frequencies[torch.float32], frequencies, rtol=1e-6, atol=0)
+        rotated = frequencies > 0  # those of Gemma 4 that are zero leave their pairs as they are
+        assert rotated.all() or scaling["rope_type"] == "proportional"
+        assert torch.allclose(rope.frequencies[torch.float32][rotated], frequencies[rotated], rtol=1e-6, atol=0)
     else:  # rotates a part of each head, or of latent attention's
-        assert "partial_rotary_factor" in published or "qk_rope_head_dim" in published
+        partial = {"partial_rotary_factor", "rotary_dim", "qk_rope_head_dim"}
+        assert partial & published.keys() or partial & scaling.keys()
 
 
 def text_part(config: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +207,7 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_families_without_a_class_are_those_that_transformers_lacks():
-    lacking = {recipe for recipe in recipes() if not hasattr(transformers, architecture(recipe))}
+    lacking = {recipe for recipe in recipes() if plain(architecture(recipe)) not in class_names()}
     assert lacking == set(WITHOUT_CLASS)
 
 

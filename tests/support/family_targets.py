@@ -48,9 +48,21 @@ SIZES = {
     "num_local_experts": 4,
     "sliding_window": 16,
     "attention_chunk_size": 16,
+    "global_head_dim": 32,
+    "rotary_dim": 8,
+    "dense_intermediate_size": 128,
+    "shared_intermediate_size": 32,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 16,
+    "sparse_num_index_heads": 2,
+    "sparse_index_dim": 16,
+    "sparse_block_size": 4,
+    "sparse_topk_blocks": 3,
 }
 # These may only shrink: some are 1, or 0 for none.
-AT_MOST = {"num_experts_per_tok": 2, "experts_per_token": 2, "n_group": 2, "topk_group": 1}
+AT_MOST = {"num_experts_per_tok": 2, "experts_per_token": 2, "top_k_experts": 2, "n_group": 2, "topk_group": 1}
+AT_MOST |= {"num_global_key_value_heads": 2}
 VISION_SIZES = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -89,6 +101,20 @@ def architecture(recipe: str) -> str:
     return name
 
 
+def family_class(recipe: str) -> type[PreTrainedModel]:
+    """transformers' class, whose name some families spell in another way."""
+    return getattr(transformers, class_names()[plain(architecture(recipe))])
+
+
+def class_names() -> dict[str, str]:
+    """All names in transformers, by their plain spelling."""
+    return {plain(name): name for name in dir(transformers)}
+
+
+def plain(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
 def make_family_target(recipe: str, folder: Path) -> Path:
     """Write the family's tiny fp32 checkpoint and tokenizer to `folder`, always with the same weights. config.json is
     spelt like the published one, and differs from it only in sizes."""
@@ -106,15 +132,18 @@ def make_family_target(recipe: str, folder: Path) -> Path:
 def tiny_config(recipe: str, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
     """The published config.json with small sizes, for fp32 weights that are not quantised."""
     whole = published_config(recipe)
-    whole.pop("quantization_config", None)
     own = whole.get("text_config", whole)
+    for part in (whole, own):
+        part.pop("quantization_config", None)
     if "num_key_value_heads" in own:
         fewer = own["num_key_value_heads"] < own["num_attention_heads"]
         own["num_key_value_heads"] = 2 if fewer else SIZES["num_attention_heads"]
-    own |= {name: value for name, value in SIZES.items() if own.get(name)}
-    own |= {name: min(value, own[name]) for name, value in AT_MOST.items() if name in own}
-    if "layer_types" in own:
-        own["layer_types"] = own["layer_types"][:LAYERS]
+    layers = own["num_hidden_layers"]
+    for part in (own, own.get("sparse_attention_config", {})):
+        part |= {name: value for name, value in SIZES.items() if part.get(name)}
+        part |= {name: min(value, part[name]) for name, value in AT_MOST.items() if part.get(name)}
+        lists = {name: values for name, values in part.items() if isinstance(values, list) and len(values) == layers}
+        part |= {name: values[:LAYERS] for name, values in lists.items()}  # of one value for each layer
     own |= {"vocab_size": PADDED_VOCABULARY, "initializer_range": 0.1}
     if "vision_config" in whole:
         whole["vision_config"] |= {name: size for name, size in VISION_SIZES.items() if name in whole["vision_config"]}
@@ -140,7 +169,7 @@ def random_model(recipe: str, config: PretrainedConfig) -> PreTrainedModel:
     model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = getattr(transformers, architecture(recipe))(config).float()
+        model = family_class(recipe)(config).float()
         with torch.no_grad():
             head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
             if head.weight is embedding.weight and not config.get_text_config(decoder=True).tie_word_embeddings:

@@ -182,7 +182,8 @@ def quantised(recipe: str, source: Path, folder: Path, shards: int = 4) -> tuple
     """A checkpoint that is quantised like the published one, and the weights that are stored there."""
     torch.manual_seed(7)
     weights = (in_fp8 if recipe in FP8 else in_mxfp4)(stored(source))
-    config = {"quantization_config": published_config(recipe)["quantization_config"], "torch_dtype": "bfloat16"}
+    config = {"quantization_config": published_config(recipe)["quantization_config"]}
+    config |= dict.fromkeys(("torch_dtype", "dtype"), "bfloat16")  # under either name
     return written(source, folder, weights, shards, **config), weights
 
 

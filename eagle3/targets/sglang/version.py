@@ -20,14 +20,18 @@ from eagle3.targets.sglang.installed import TESTED, is_installed
 # SGLang is not installed, or cannot import a class (see `eagle3_targets`).
 EAGLE3_TARGETS = frozenset(
     ("ApertusForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekV2ForCausalLM")
-    + ("DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "ExaoneMoEForCausalLM", "Gemma3ForCausalLM")
-    + ("Gemma3ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration", "Glm4MoeForCausalLM")
-    + ("Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "InternLM3ForCausalLM")
-    + ("KimiK25ForConditionalGeneration", "Llama4ForCausalLM", "Llama4ForConditionalGeneration", "LlamaForCausalLM")
-    + ("LongcatFlashForCausalLM", "MiniMaxM2ForCausalLM", "Ministral3ForCausalLM", "MistralForCausalLM")
-    + ("MistralLarge3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM")
-    + ("Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen3NextForCausalLM")
-    + ("Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+    + ("DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM")
+    + ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma4ForCausalLM")
+    + ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration", "Glm4MoeForCausalLM")
+    + ("Glm4MoeLiteForCausalLM", "Glm5NextForConditionalGeneration", "GlmMoeDsaForCausalLM", "GptOssForCausalLM")
+    + ("InternLM3ForCausalLM", "KimiK25ForConditionalGeneration", "Llama4ForCausalLM")
+    + ("Llama4ForConditionalGeneration", "LlamaForCausalLM", "LongcatFlashForCausalLM", "MiniMaxM2ForCausalLM")
+    + ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration", "Ministral3ForCausalLM")
+    + ("MistralForCausalLM", "MistralLarge3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM")
+    + ("Qwen2MoeForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+    + ("Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
+    + ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM")
+    + ("Qwen3_5MoeForConditionalGeneration",)
 )
 # Prints, for each architecture that SGLang can import, whether its class takes an EAGLE3 draft.
 LIST_TARGETS = """

@@ -6,6 +6,7 @@ tree (`token_tree`). Everything else of SGLang is its own code. A name that is m
 called.
 """
 
+from sgl_kernel import linear_attention
 from sgl_kernel.attention import build_draft_decode_metadata_cpu, decode_attention_cpu, extend_attention_cpu
 from sgl_kernel.cache_slots import (
     assign_draft_cache_locs_contiguous_cpu,
@@ -28,6 +29,7 @@ __all__ = [
     "extend_attention_cpu",
     "fill_accept_out_cache_loc_cpu",
     "fill_bonus_tokens_cpu",
+    "linear_attention",
     "rotate_input_ids_cpu",
     "verify_tree_greedy_cpu",
 ]
