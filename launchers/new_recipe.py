@@ -102,7 +102,7 @@ def refresh(options: argparse.Namespace) -> None:
     recipe = load_recipe(options.refresh)
     model = recipe.model
     source = options.target or model.target
-    facts = read_facts(source, options.revision or model.revision, options.trust_remote_code or model.trust_remote_code)
+    facts = read_facts(source, options.revision or model.revision, options.trust_remote_code or model.trust_model_code)
     text = options.refresh.read_text(encoding="utf-8")
     text = refreshed(text, recipe, facts, options.deepspeed, str(options.refresh))
     options.refresh.write_text(text, encoding="utf-8")

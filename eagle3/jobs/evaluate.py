@@ -220,7 +220,7 @@ def estimated_pay_off(
     """What a draft is worth on the fewest such GPUs that hold the target's weights. shares: as for `surface`. Raises
     UserError for a GPU that is not known, or a target whose config does not say its size."""
     sheet, model = gpu_named(gpu), known.recipe.model
-    facts = read_facts(known.target, model.revision, model.trust_remote_code)
+    facts = read_facts(known.target, model.revision, model.trust_model_code)
     gpus = facts.engine_gpus(sheet.memory * sheet.for_weights)
     costs = SheetCosts(ServedTarget.of(facts), draft, sheet, gpus)
     cells = surface(costs, shares, BATCHES, costs.fits)

@@ -84,7 +84,7 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
     head = load_target_head(
         job.target,
         revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
+        trust_remote_code=model.trust_model_code,
         dtype=model.target_dtype,
         required=recipe.target.teacher == "hidden",
     )
@@ -136,7 +136,7 @@ def engine_options(inputs: Inputs) -> EngineOptions:
     return EngineOptions(
         model=inputs.target,
         revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
+        trust_remote_code=bool(model.trust_remote_code),
         dtype=dtype,
         tensor=target.tensor,
         memory_fraction=target.memory_fraction,

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 import torch
 import transformers
@@ -160,15 +161,15 @@ def sound_config(name: str, file: str = "config.json") -> Iterator[None]:
 
 
 def load_tokenizer(
-    name_or_path: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+    name_or_path: str | Path, *, revision: str | None = None, trust_remote_code: bool | Literal["tokenizer"] = False
 ) -> PreTrainedTokenizerBase:
-    """The target's tokenizer. Raises UserError if there is none."""
+    """The target's tokenizer. trust_remote_code: as in a recipe. Raises UserError if there is none."""
     name = str(name_or_path)
     with readable(name, "tokenizer"), sound_config(name, "tokenizer_config.json"):
         # Pass the config; otherwise transformers reads it itself and fails on an unknown model_type.
-        config = whole_config(name, revision, trust_remote_code)
+        config = whole_config(name, revision, trust_remote_code is True)
         tokenizer = AutoTokenizer.from_pretrained(
-            name, config=config, revision=revision, trust_remote_code=trust_remote_code
+            name, config=config, revision=revision, trust_remote_code=bool(trust_remote_code)
         )
         if not isinstance(tokenizer.model_max_length, int | float):  # transformers compares every length with it
             raise TypeError(f"model_max_length is {shown(tokenizer.model_max_length)}, not a number")

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
-from eagle3.errors import UserError
 from eagle3.text.conversations import REASONING_KEYS, Conversation
 from eagle3.text.rendered_text import AddedToken, turn_spans, turns_of
 from eagle3.text.template import (
@@ -30,6 +29,7 @@ from eagle3.text.template import (
 )
 
 PRIVATE_USE = range(0xE000, 0xF900)
+MOST_TOKENS_OF_A_CHARACTER = 8  # a character of UTF-8 has at most four bytes
 
 Span = tuple[int, int]  # characters [start, stop) of the rendering
 
@@ -76,11 +76,6 @@ def encode_conversation(
     with this tokenizer and template.
     """
     choices = choices or Choices()
-    if not tokenizer.is_fast:
-        raise UserError(
-            f"tokenizer {type(tokenizer).__name__}: a slow one, which does not report where tokens are in the text;"
-            f" use a model folder with a tokenizer.json"
-        )
     if conversation.messages is None and choices.text == "plain":
         ids = tokenized(tokenizer, conversation.text, add_special_tokens=True)["input_ids"]
         return Encoded(np.asarray(ids, np.int32), np.ones(len(ids), bool), conversation.text)
@@ -150,9 +145,32 @@ def _with_offsets(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[np.nda
     """Token ids, int32 [T], and the characters [start, stop) of each, int64 [T, 2]. Adds no special tokens: the
     template has written them."""
     encoded = tokenized(tokenizer, text, add_special_tokens=False)
+    if not tokenizer.is_fast:
+        ids = np.asarray(encoded["input_ids"], np.int32)
+        return ids, _decoded_offsets(tokenizer, text, ids.tolist())
     [encoding] = encoded.encodings  # gives offsets without building a list of tuples
     spans = chain.from_iterable(map(encoding.token_to_chars, range(len(encoding))))
     return np.asarray(encoded["input_ids"], np.int32), np.fromiter(spans, np.int64, 2 * len(encoding)).reshape(-1, 2)
+
+
+def _decoded_offsets(tokenizer: PreTrainedTokenizerBase, text: str, ids: list[int]) -> np.ndarray:
+    """The characters of each token of a tokenizer that does not report them (one that is Python code), found by
+    decoding: the tokens' texts, one after another, must be the text. Tokens that share a character, of which each has
+    only some bytes, all have its place. Raises Unusable if they are not the text."""
+    spans, start, pending = [], 0, []
+    for token in ids:
+        pending.append(token)
+        piece = tokenizer.decode(pending, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if text.startswith(piece, start) and piece:
+            spans += len(pending) * [(start, start + len(piece))]
+            start, pending = start + len(piece), []
+        elif len(pending) == MOST_TOKENS_OF_A_CHARACTER:
+            break
+    if start != len(text) or pending:
+        raise Unusable(
+            f"the tokenizer ({type(tokenizer).__name__}, which does not report where tokens are) changes the text"
+        )
+    return np.array(spans, np.int64).reshape(-1, 2)
 
 
 def _unused(text: str) -> tuple[str, str]:

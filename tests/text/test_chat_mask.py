@@ -354,16 +354,29 @@ def test_a_tokenizer_without_a_template_or_with_a_broken_one_is_the_users_to_men
         encode_conversation(tokenizer, chat(*QUESTIONS), "{% for %}")
 
 
-def test_a_slow_tokenizer_is_refused():
+def test_a_slow_tokenizer_that_changes_the_text_makes_rows_unusable():
+    """It does not report where tokens are, so their texts must be the row's."""
     from transformers import PreTrainedTokenizer
 
     class Letters(PreTrainedTokenizer):
-        vocab_size = 0
+        vocab_size = 128
 
         def get_vocab(self) -> dict[str, int]:
-            return {}
+            return {chr(number): number for number in range(128)}
 
-    with pytest.raises(UserError, match="tokenizer Letters: a slow one"):
+        def _tokenize(self, text: str) -> list[str]:
+            return list(text.lower())
+
+        def _convert_token_to_id(self, token: str) -> int:
+            return ord(token)
+
+        def _convert_id_to_token(self, token: int) -> str:
+            return chr(token)
+
+        def convert_tokens_to_string(self, tokens: list[str]) -> str:
+            return "".join(tokens)
+
+    with pytest.raises(Unusable, match="the tokenizer .Letters, which does not report where tokens are. changes the"):
         encode_conversation(Letters(), chat(*QUESTIONS), template("chatml"))
 
 
