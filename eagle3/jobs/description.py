@@ -83,8 +83,9 @@ def describe_run(
             "coverage": job.coverage,
         },
         "data": {
-            "datasets": hub_datasets(recipe.data.train),
-            "train": train | {"prepared": _prepared(job.train_summary)},
+            "datasets": hub_datasets(recipe.data.train_paths),
+            "train": train
+            | {"prepared": _prepared(job.train_summary), "sources": [mixed._asdict() for mixed in job.sources]},
             "held_out": describe_samples(job.held_out) | {"prepared": _prepared(job.held_out_summary)},
         },
         "memory": {"before_gib": memory_before}

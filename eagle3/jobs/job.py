@@ -18,11 +18,12 @@ from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
 from eagle3.parallel.topology import agreed, every_core
-from eagle3.recipe.schema import Draft, Recipe
+from eagle3.recipe.schema import Draft, Recipe, Source
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.targets.transformers import TransformersTarget, load_target
 from eagle3.text.encode import SampleEncoder
+from eagle3.text.mixing import Mixed, Share, mixture
 from eagle3.text.prepare import Prepared, Summary, prepare_samples
 from eagle3.text.samples import SampleSet
 from eagle3.text.standard_library import standard_library_files, standard_library_text
@@ -55,7 +56,7 @@ class Prospect:
         config = config or (
             LlamaConfig(**demo_shape(model.demo))
             if model.target == "demo"
-            else target_config(model.target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+            else target_config(model.target, revision=model.revision, trust_remote_code=model.trust_model_code)
         )
         return cls(recipe, _shape_draft(recipe, config))
 
@@ -97,6 +98,7 @@ class Inputs(KnownTarget):
     # Summaries of reading the data; None if it was not read, and for samples held out from data.train.
     train_summary: Summary | None
     held_out_summary: Summary | None
+    sources: list[Mixed]  # what an epoch has of each, if the recipe mixes them
 
     @property
     def longest(self) -> int:
@@ -137,7 +139,7 @@ def find_target(recipe: Recipe, device: torch.device, say: Say, *, make: bool = 
     target = str(_demo(recipe, device, say, make)) if model.target == "demo" else model.target
     with waiting(say, f"reading the tokenizer of {target}"):
         tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    config = target_config(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    config = target_config(target, revision=model.revision, trust_remote_code=model.trust_model_code)
     if model.draft.vocabulary is None and model.draft.init_from is None:
         # Refuse an impossible size before reading any data.
         drafted_tokens(model.draft.vocab_size, config.vocab_size)
@@ -161,7 +163,7 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
         choices_of(known.recipe),
     )
 
-    def prepare(key: str, sources: list[str], most: int | None) -> Prepared:
+    def prepare(key: str, sources: Sequence[str], most: int | None) -> Prepared:
         prepared = prepare_samples(
             [places.get(source, source) for source in sources],
             encoder,
@@ -177,13 +179,22 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
             say(Warned(f"{key}: {empty}: only the end of the turn is supervised there"))
         return prepared
 
-    train, summary, held_out_summary = SampleSet.pack([]), None, None
+    train, summary, held_out_summary, parts = SampleSet.pack([]), None, None, []
     if not (judging and data.held_out):
-        train, summary = prepare("training data", data.train, data.max_samples)
+        groups = [[path] for path in data.train_paths] if data.mixed else [data.train_paths]
+        parts = [prepare("training data", group, data.max_samples) for group in groups]
+        summary = sum((part.summary for part in parts[1:]), parts[0].summary)
+        train = SampleSet.joined([part.samples for part in parts]) if data.mixed else parts[0].samples
     if data.held_out:
         held_out, held_out_summary = prepare("held-out data", data.held_out, data.max_held_out)
     else:
         train, held_out = train.split_held_out(data.held_out_fraction, data.seed)
+    mixed: list[Mixed] = []
+    if data.mixed and parts:
+        sizes, shares = [len(part.samples) for part in parts], [_share(source) for source in data.train]
+        train, mixed = mixture(train, data.train_paths, sizes, shares, data.seed)
+        for source in mixed:
+            say(f"training data: {source}")
     if shared := len(set(held_out.sample_ids) & set(train.sample_ids)):
         say(
             Warned(
@@ -191,7 +202,20 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
                 "flatter the draft; name other data there, or leave it out for a share of data.train"
             )
         )
-    return Inputs.grown(known, train=train, held_out=held_out, train_summary=summary, held_out_summary=held_out_summary)
+    return Inputs.grown(
+        known,
+        train=train,
+        held_out=held_out,
+        train_summary=summary,
+        held_out_summary=held_out_summary,
+        sources=mixed,
+    )
+
+
+def _share(source: str | Source) -> Share:
+    if isinstance(source, str):
+        return Share()
+    return Share(samples=source.samples) if source.weight is None else Share(source.weight)
 
 
 def _places_of_answers(known: KnownTarget) -> dict[str, str]:
@@ -200,7 +224,7 @@ def _places_of_answers(known: KnownTarget) -> dict[str, str]:
     answers, model, data = Path(known.target, ANSWERS), known.recipe.model, known.recipe.data
     if answers.is_file():  # a demo target, named `demo` or by its folder
         return {"demo_answers": str(answers), "demo_answers:held_out": str(Path(known.target, HELD_OUT_ANSWERS))}
-    for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
+    for key, sources in (("data.train", data.train_paths), ("data.held_out", data.held_out or [])):
         if any(source.startswith("demo_answers") for source in sources):
             problem = f"model.target is {model.target!r}" if model.target != "demo" else "model.demo.text is 'files'"
             raise UserError(
@@ -253,7 +277,7 @@ def start_target(
     return load_target(
         known.target,
         revision=model.revision,
-        trust_remote_code=model.trust_remote_code,
+        trust_remote_code=model.trust_model_code,
         dtype=dtype or model.target_dtype,
         aux_layers=aux_layers or known.aux_layers,
         prefill_tokens=known.recipe.hidden_states.prefill_tokens,

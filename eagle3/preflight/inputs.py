@@ -35,7 +35,7 @@ def inputs_of(recipe: Recipe) -> dict[str, str]:
         "model.draft.vocabulary": draft.vocabulary,
         "data.chat_template": data.chat_template,
     }
-    for key, sources in (("data.train", data.train), ("data.held_out", data.held_out or [])):
+    for key, sources in (("data.train", data.train_paths), ("data.held_out", data.held_out or [])):
         paths |= {f"{key}[{number}]": source for number, source in enumerate(sources)}
     store = recipe.hidden_states
     if store.mode == "stored" and not is_url(store.path):  # a store at a URL is not local

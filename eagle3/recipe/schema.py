@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from eagle3.draft.config import check_rope_keys
 from eagle3.recipe.section import Count, Fraction, LocalPath, LocalText, Named, Positive, Precision, Section, no_url
@@ -84,7 +84,9 @@ class Draft(Section):
 class Model(Section):
     target: Named = Field(description="hub id or folder of the target, or `demo` for the quickstart's own")
     revision: str | None = None
-    trust_remote_code: bool = Field(False, description="run the Python code in the target's checkpoint")
+    trust_remote_code: bool | Literal["tokenizer"] = Field(
+        False, description="run the Python code in the target's checkpoint; tokenizer: only that of its tokenizer"
+    )
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     aux_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)] | None = Field(
         None,
@@ -92,6 +94,11 @@ class Model(Section):
     )
     draft: Draft = Draft()
     demo: Demo = Demo()
+
+    @property
+    def trust_model_code(self) -> bool:
+        """Whether the checkpoint's own config and model classes may run."""
+        return self.trust_remote_code is True
 
     @model_validator(mode="after")
     def _aux_layers_ascend(self) -> "Model":
@@ -109,11 +116,33 @@ class Spans(Section):
     )
 
 
+class Source(Section):
+    """A source of training data, and how much of it an epoch has."""
+
+    path: Named = Field(description="like an entry of data.train")
+    weight: Positive | None = Field(None, description="how often an epoch has each sample: 0.5 for half of them")
+    samples: Count | None = Field(None, description="samples in an epoch, in place of a weight")
+
+    @model_validator(mode="after")
+    def _either_weight_or_samples(self) -> "Source":
+        if (self.weight is None) == (self.samples is None):
+            raise ValueError(f"{self.path} needs weight or samples, one of the two; to take all of it, write the path")
+        return self
+
+
+# A path alone, or with its share. Told apart by their form, so that an error is about the one that was meant.
+PathOrSource = Annotated[
+    Annotated[Named, Tag("path")] | Annotated[Source, Tag("share")],
+    Discriminator(lambda value: "share" if isinstance(value, dict | Source) else "path"),
+]
+
+
 class Data(Section):
-    train: Annotated[list[Named], Field(min_length=1)] = Field(
+    train: Annotated[list[PathOrSource], Field(min_length=1)] = Field(
         ["preset:ultrachat"],
         description="JSON, JSONL or parquet files, presets (`preset:ultrachat`, see docs/data.md), dataset ids, "
-        "`standard_library` (with :files or :held_out_files for texts), or `demo_answers` (with target: demo)",
+        "`standard_library` (with :files or :held_out_files for texts), or `demo_answers` (with target: demo); "
+        "{path, weight} or {path, samples} for a share of one",
     )
     held_out: list[Named] | None = Field(None, description="like train; default: held_out_fraction of train")
     held_out_fraction: Fraction = 0.02
@@ -151,13 +180,23 @@ class Data(Section):
     )
     seed: int = Field(0, description="seed of the sample order and the held-out split")
 
-    @field_validator("train", "held_out")
-    @classmethod
-    def _known_presets(cls, sources: list[str] | None) -> list[str] | None:
-        for source in sources or []:
+    @property
+    def train_paths(self) -> list[str]:
+        return [source.path if isinstance(source, Source) else source for source in self.train]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether an epoch has a share of a source."""
+        return any(isinstance(source, Source) for source in self.train)
+
+    @model_validator(mode="after")
+    def _known_presets(self) -> "Data":
+        for source in (*self.train_paths, *(self.held_out or [])):
             if source.startswith("preset:"):
                 preset_source(source)
-        return sources
+        if self.mixed and self.max_samples is not None:
+            raise ValueError("max_samples counts rows of all sources together; with {path, weight}, give samples there")
+        return self
 
     @model_validator(mode="after")
     def _pieces_of_a_text_stay_together(self) -> "Data":

@@ -25,6 +25,7 @@ from eagle3.reporting.record import (
     rule,
     set_rows,
     short,
+    source_name,
     target_name,
     tree,
     window_in_words,
@@ -229,7 +230,13 @@ def _data(run: RunRecord) -> tuple[list[Table], list[str]]:
             for reason, count in rows.get("dropped", {}).items()
         ),
     ]
-    return [Table("Samples", ("", *PARTS.values()), rows)], notes
+    tables = [Table("Samples", ("", *PARTS.values()), rows)]
+    if sources := run.started["data"]["train"].get("sources"):
+        names = ("source", "available", "used", "tokens", "supervised")
+        head = ("Source", "samples", "in an epoch", "tokens", "supervised")
+        rows = [(source_name(each["source"]), *(_cell(each[name]) for name in names[1:])) for each in sources]
+        tables.append(Table("What an epoch has of each source", head, rows))
+    return tables, notes
 
 
 def _cell(value: int | str | None) -> str:

@@ -191,8 +191,11 @@ def hub_id_of(run: RunRecord) -> str | None:
     return run.started.get("target", {}).get("hub_id")
 
 
-def source_name(source: str) -> str:
-    """Name of a source in data.train: a dataset's id, or the last part of a path."""
+def source_name(source: str | Record) -> str:
+    """Name of a source in data.train: a dataset's id, or the last part of a path. With its share, if it has one."""
+    if not isinstance(source, str):
+        share = f"{source['samples']:,} samples" if source.get("samples") else f"weight {source.get('weight')}"
+        return f"{source_name(source['path'])} ({share})"
     known = source.startswith(("preset:", "demo_answers", "standard_library"))
     return source if known or (is_dataset(source) and not Path(source).expanduser().exists()) else Path(source).name
 

@@ -174,6 +174,14 @@ class Prepared(BaseModel):
     empty_answers: Count | None = None  # None in older runs, which did not count them
 
 
+class SourceUsed(BaseModel):
+    source: str
+    available: Count
+    used: Count
+    tokens: Count
+    supervised: Count
+
+
 class DataPart(BaseModel):
     samples: Count
     tokens: Count
@@ -181,6 +189,7 @@ class DataPart(BaseModel):
     longest: Count
     lengths: Histogram | None = None
     prepared: Prepared | None = None
+    sources: list[SourceUsed] = []
 
 
 class Data(BaseModel):
@@ -234,7 +243,7 @@ class RecipeModel(BaseModel):
 
 
 class RecipeData(BaseModel):
-    train: list[str] | None = None
+    train: list[str | dict[str, Any]] | None = None
     max_length: Count | None = None
 
 

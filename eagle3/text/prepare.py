@@ -76,6 +76,20 @@ class Summary:
             empty_answers=(self.empty_answers or 0) + sum(outcome.empty_answers for outcome in encoded.outcomes),
         )
 
+    def __add__(self, other: "Summary") -> "Summary":
+        """The summary of both sources together."""
+        counts = ("rows", "kept", "truncated", "tokens", "supervised")
+        return Summary(
+            **{name: getattr(self, name) + getattr(other, name) for name in counts},
+            dropped=dict(Counter(self.dropped) + Counter(other.dropped)),
+            kinds=other.kinds | self.kinds,
+            examples=other.examples | self.examples,
+            empty_answers=None
+            if None in (self.empty_answers, other.empty_answers)
+            else self.empty_answers + other.empty_answers,
+            cached=self.cached and other.cached,
+        )
+
     def with_malformed(self, malformed: MalformedRows) -> "Summary":
         """The summary with malformed rows included. The cache lacks them, because they give no conversation."""
         labels = {reason: f"malformed row ({reason})" for reason in malformed.counts}
@@ -203,7 +217,8 @@ def _write(
         report(f"going on after {counted(earlier.rows, 'conversation')} that an earlier run has tokenised")
     progress = Progress(report, "tokenising", contents.rows, "conversations")
     fatal: list[tuple[str, Problem]] = []
-    processes = useful_processes(contents.rows, contents.characters, workers)
+    # A tokenizer that is the checkpoint's own code cannot be sent to another process.
+    processes = useful_processes(contents.rows, contents.characters, workers) if encoder.tokenizer.is_fast else 1
     with SampleWriter(folder, summary.kept, summary.tokens) as writer, progress.also_between():
         saved = time.monotonic()
         for encoded in encode_all(encoder, islice(rows, earlier.rows, None), processes):
@@ -250,7 +265,8 @@ def _rules(encoder: SampleEncoder) -> bytes:
     if encoder.malformed == "drop":  # if not, the key stays what it was before this option existed
         options.append("malformed rows dropped")
     # Special tokens count as well as the vocabulary, because templates read them. JSON keeps the parts apart.
-    backend = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else type(tokenizer).__name__
+    fast = tokenizer.is_fast
+    backend = tokenizer.backend_tokenizer.to_str() if fast else [type(tokenizer).__name__, tokenizer.get_vocab()]
     return _json_line(
         [FORMAT, options, encoder.chat_template or tokenizer.chat_template, tokenizer.special_tokens_map, backend]
     )

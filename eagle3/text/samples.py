@@ -164,12 +164,30 @@ class SampleWriter:
             npy.write_array_header_1_0(self.files[name], header)
 
 
+class JoinedTokens:
+    """The tokens of several files, one after another, read in slices."""
+
+    def __init__(self, parts: Sequence[np.ndarray | TokenFile]) -> None:
+        self.parts, self.starts = parts, np.cumsum([0, *map(len, parts)]).tolist()
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, tokens: slice) -> np.ndarray:
+        pieces = []
+        for part, start in zip(self.parts, self.starts, strict=False):
+            first, last = max(tokens.start - start, 0), min(tokens.stop - start, len(part))
+            if first < last:
+                pieces.append(part[first:last])
+        return np.concatenate([*pieces, self.parts[0][0:0]])
+
+
 @dataclass(frozen=True)
 class SampleSet:
     """Samples packed one after another. Reading tokens checks each sample's digest, and may raise DamagedSamples."""
 
-    ids: np.ndarray | TokenFile  # int32 [tokens]
-    loss_mask: np.ndarray | TokenFile  # bool [tokens]
+    ids: np.ndarray | TokenFile | JoinedTokens  # int32 [tokens]
+    loss_mask: np.ndarray | TokenFile | JoinedTokens  # bool [tokens]
     offsets: np.ndarray  # int64 [stored + 1]: where each stored sample begins, and where the last one ends
     digests: np.ndarray  # uint8 [stored, 16]
     indices: np.ndarray  # int64 [samples]: which stored samples this set has, in order
@@ -209,6 +227,21 @@ class SampleSet:
         ):
             raise DamagedSamples(folder, "its arrays do not fit together")
         return SampleSet(ids, loss_mask, offsets, digests, np.arange(len(digests)), str(folder))
+
+    @staticmethod
+    def joined(sets: Sequence["SampleSet"]) -> "SampleSet":
+        """The stored samples of all sets, one set after another. Nothing is copied."""
+        starts = np.cumsum([0, *(len(each.ids) for each in sets)])
+        edges = [each.offsets[1:] + start for each, start in zip(sets, starts, strict=False)]
+        digests = np.concatenate([each.digests for each in sets])
+        return SampleSet(
+            JoinedTokens([each.ids for each in sets]),
+            JoinedTokens([each.loss_mask for each in sets]),
+            np.concatenate([[0], *edges]),
+            digests,
+            np.arange(len(digests)),
+            ", ".join(each.origin for each in sets),
+        )
 
     def write(self, folder: Path) -> None:
         """Write the files into an existing folder. Raises OSError."""

@@ -17,6 +17,7 @@ from family_targets import (
     WITHOUT_CLASS,
     architecture,
     class_names,
+    family_class,
     family_tokenizer,
     make_family_target,
     plain,
@@ -82,6 +83,18 @@ def test_auxiliary_states_are_the_familys_own(family):
         assert torch.allclose(aux, expected[layer + 1][0], rtol=1e-5, atol=1e-5)
         assert not torch.allclose(aux, expected[layer][0], rtol=1e-2, atol=1e-2)
     assert torch.allclose(states.teacher.values, expected[-1][0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3.5-27b", "qwen3.5-35b-a3b"], indirect=True)
+def test_text_alone_has_the_same_states_in_the_whole_multimodal_model(family):
+    """That model gives each token a position in time, height and width. Of text, all three are the plain one."""
+    whole = family_class(family.recipe).from_pretrained(family.folder, dtype="float32").eval()
+    assert type(whole) is not type(family.target.model)
+    (states,) = family.target.prefill([family.ids])
+    with torch.no_grad():
+        expected = whole(input_ids=family.ids[None], output_hidden_states=True, use_cache=False).hidden_states
+    own = torch.cat([expected[layer + 1][0] for layer in family.target.aux_layers], dim=-1)
+    assert torch.allclose(states.aux, own, rtol=1e-5, atol=1e-5)
 
 
 @every_family

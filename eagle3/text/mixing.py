@@ -1,0 +1,78 @@
+"""How much of each source an epoch of training has: a share or a number of its samples, chosen by a hash."""
+
+import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from eagle3.console import counted
+from eagle3.errors import UserError
+from eagle3.text.samples import SampleSet
+
+
+class Share(NamedTuple):
+    """What an epoch takes from a source. By default, every sample once."""
+
+    weight: float = 1.0  # how often it takes each sample: 0.5 half of them, 2.5 each twice and half of them once more
+    samples: int | None = None  # how many samples it takes, in place of a weight; more than there are repeat some
+
+
+class Mixed(NamedTuple):
+    """One source in a mixture."""
+
+    source: str
+    available: int  # samples to train on
+    used: int  # samples in an epoch, with repetitions
+    tokens: int  # in an epoch
+    supervised: int
+
+    def __str__(self) -> str:
+        times = f" from {self.available:,}" if self.used != self.available else ""
+        return (
+            f"{self.source}: {counted(self.used, 'sample')} an epoch{times}, {self.tokens:,} tokens, "
+            f"{self.supervised:,} supervised"
+        )
+
+
+class Mixture(NamedTuple):
+    samples: SampleSet  # of an epoch
+    sources: list[Mixed]
+
+
+def mixture(
+    samples: SampleSet, sources: Sequence[str], sizes: Sequence[int], shares: Sequence[Share], seed: int
+) -> Mixture:
+    """An epoch's samples, in the order of the sources. The same for the same samples and seed. Raises UserError if a
+    source gets none.
+
+    samples: some of the stored samples of a set (others are held out), which holds the sources one after another
+    sizes: stored samples of each source
+    """
+    bounds = np.cumsum([0, *sizes])
+    ranks = _ranks(samples, seed)
+    chosen, mixed = [], []
+    for source, (low, high), share in zip(sources, pairwise(bounds), shares, strict=True):
+        places = np.flatnonzero((samples.indices >= low) & (samples.indices < high))
+        number = round(share.weight * len(places)) if share.samples is None else share.samples
+        if not number or not len(places):
+            raise UserError(
+                f"data.train: {source} has {counted(len(places), 'sample')} to train on, and a weight of "
+                f"{share.weight:g} leaves none; raise it, give more data, or leave this source out"
+            )
+        times, extra = divmod(number, len(places))
+        counts = np.full(len(places), times)
+        counts[np.argsort(ranks[places], kind="stable")[:extra]] += 1
+        chosen.append(np.repeat(places, counts))
+        part = samples.subset(chosen[-1])
+        tokens, supervised = int(part.lengths.sum()), int(part.count(lambda loss_mask: loss_mask).sum())
+        mixed.append(Mixed(source, len(places), len(part), tokens, supervised))
+    return Mixture(samples.subset(np.concatenate(chosen)), mixed)
+
+
+def _ranks(samples: SampleSet, seed: int) -> np.ndarray:
+    """A number for each sample, by which samples are chosen: uint64 [samples], from a hash of sample and seed."""
+    salt = b"mixture" + seed.to_bytes(8, "little", signed=True)
+    digests = (hashlib.sha256(salt + row.tobytes()).digest() for row in samples.digests[samples.indices])
+    return np.array([int.from_bytes(digest[:8], "little") for digest in digests], np.uint64)

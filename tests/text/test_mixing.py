@@ -1,0 +1,129 @@
+"""Shares of sources: how often an epoch has each sample, which it leaves out, and that joined sets read as they are."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from jobs import inputs_of
+from tiny_run import conversations, write_recipe
+
+from eagle3.errors import UserError
+from eagle3.recipe.loading import load_recipe
+from eagle3.text.mixing import Mixture, Share, mixture
+from eagle3.text.samples import SampleSet
+
+SIZES = (40, 30, 20)
+
+
+def source(count: int) -> SampleSet:
+    generator = np.random.default_rng(count)
+    return SampleSet.pack(
+        [
+            (generator.integers(0, 50, length).astype(np.int32), generator.random(length) < 0.5)
+            for length in generator.integers(9, 20, count)
+        ]
+    )
+
+
+@pytest.fixture(scope="module")
+def sets() -> list[SampleSet]:
+    return [*map(source, SIZES)]
+
+
+def times(mixed: Mixture, part: SampleSet) -> list[int]:
+    """How often the mixture has each sample of a source."""
+    counts = Counter(mixed.samples.sample_ids)
+    return [counts[name] for name in part.sample_ids]
+
+
+def test_joined_sets_hold_the_samples_of_all_in_order(sets, tmp_path):
+    (tmp_path / "one").mkdir()
+    sets[1].write(tmp_path / "one")
+    whole = SampleSet.joined([sets[0], SampleSet.open(tmp_path / "one"), sets[2]])
+    expected = [sample for part in sets for sample in part]
+    assert len(whole) == sum(SIZES) and whole.sample_ids == [sample.id for sample in expected]
+    for place, sample in enumerate(expected):
+        assert torch.equal(whole[place].ids, sample.ids) and torch.equal(whole[place].loss_mask, sample.loss_mask)
+    ids = np.concatenate([chunk for chunk, _ in whole.token_chunks()])
+    assert ids.tolist() == torch.cat([sample.ids for sample in expected]).tolist()
+
+
+def test_an_epoch_has_each_source_as_often_as_its_weight_says(sets):
+    shares = [Share(), Share(2.5), Share(samples=7)]
+    mixed = mixture(SampleSet.joined(sets), ["a", "b", "c"], SIZES, shares, seed=3)
+    once, often, some = (Counter(times(mixed, part)) for part in sets)
+    assert (once, often, some) == ({1: 40}, {2: 15, 3: 15}, {1: 7, 0: 13})
+    assert [(each.source, each.available, each.used) for each in mixed.sources] == [
+        ("a", 40, 40),
+        ("b", 30, 75),
+        ("c", 20, 7),
+    ]
+    assert sum(each.tokens for each in mixed.sources) == mixed.samples.lengths.sum()
+    supervised = sum(int(sample.loss_mask.sum()) for sample in mixed.samples)
+    assert sum(each.supervised for each in mixed.sources) == supervised
+    repeated = mixture(SampleSet.joined(sets), ["a", "b", "c"], SIZES, [Share(), Share(), Share(samples=50)], seed=3)
+    assert Counter(times(repeated, sets[2])) == {2: 10, 3: 10}
+
+
+def test_which_samples_are_taken_depends_on_contents_and_seed_alone(sets):
+    def taken(seed: int, parts: list[SampleSet]) -> set[str]:
+        sizes = [len(part) for part in parts]
+        shares = [Share(0.5 if part is sets[1] else 1.0) for part in parts]
+        chosen = mixture(SampleSet.joined(parts), ["x"] * len(parts), sizes, shares, seed).samples.sample_ids
+        return set(chosen) & set(sets[1].sample_ids)
+
+    assert taken(3, sets) == taken(3, sets[::-1]) == taken(3, [sets[1]]) != taken(4, sets)
+
+
+def test_held_out_samples_are_in_no_share(sets):
+    train, held_out = SampleSet.joined(sets).split_held_out(0.2, seed=0)
+    mixed = mixture(train, ["a", "b", "c"], SIZES, [Share(3), Share(), Share(0.5)], seed=0)
+    assert len(held_out) > 5 and not set(held_out.sample_ids) & set(mixed.samples.sample_ids)
+    assert sum(each.available for each in mixed.sources) == len(train)
+    assert mixed.sources[0].used == 3 * mixed.sources[0].available
+
+
+def test_a_weight_that_leaves_nothing_is_refused(sets):
+    with pytest.raises(UserError, match="data.train: b has 30 samples to train on, and a weight of 0.01 leaves none"):
+        mixture(SampleSet.joined(sets), ["a", "b", "c"], SIZES, [Share(), Share(0.01), Share()], seed=0)
+
+
+def test_a_recipe_mixes_its_sources_and_says_what_an_epoch_has(tmp_path, target, topology):
+    torch.set_num_threads(1)
+    rows = conversations(30)
+    for name, part in (("few", rows[:10]), ("many", rows[10:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    few, many = (str(tmp_path / f"{name}.jsonl") for name in ("few", "many"))
+    data = {"train": [{"path": few, "weight": 2}, {"path": many, "samples": 5}], "held_out_fraction": 0.0}
+    recipe, heard = load_recipe(write_recipe(tmp_path, target, data=data)), []
+    inputs = inputs_of(recipe, topology.device, heard.append)
+    assert [(each.available, each.used) for each in inputs.sources] == [(10, 20), (20, 5)]
+    assert (len(inputs.train), inputs.train_summary.rows, inputs.train_summary.kept) == (25, 30, 30)
+    lines = [line for line in heard if " an epoch" in line]
+    assert lines[0].startswith(f"training data: {few}: 20 samples an epoch from 10, ") and len(lines) == 2
+    plain = load_recipe(write_recipe(tmp_path, target, data={"train": [few, many], "held_out_fraction": 0.0}))
+    every = inputs_of(plain, topology.device, heard.append)
+    assert set(inputs.train.sample_ids) < set(every.train.sample_ids) and every.sources == []
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ([{"path": "a.jsonl"}], "a.jsonl needs weight or samples, one of the two"),
+        ([{"path": "a.jsonl", "weight": 1, "samples": 2}], "a.jsonl needs weight or samples, one of the two"),
+        ([{"path": "a.jsonl", "weight": 0}], "greater than 0"),
+        ([{"path": "preset:none", "weight": 1}], "preset:none: there is no preset of that name"),
+    ],
+)
+def test_a_share_that_says_too_little_or_too_much_is_refused(tmp_path, target, train, message):
+    with pytest.raises(UserError, match=message):
+        load_recipe(write_recipe(tmp_path, target, data={"train": train}))
+
+
+def test_a_limit_over_all_sources_and_shares_exclude_each_other(tmp_path, target):
+    data = {"train": [{"path": str(Path("a.jsonl")), "weight": 0.5}], "max_samples": 5}
+    with pytest.raises(UserError, match="max_samples counts rows of all sources together"):
+        load_recipe(write_recipe(tmp_path, target, data=data))
