@@ -486,6 +486,13 @@ def test_malformed_rows_and_empty_answers_stand_in_the_section_on_data(run):
     assert "data.malformed" in page.text
 
 
+def test_the_section_on_data_says_what_an_epoch_has_of_each_source(run):
+    source = {"source": f"data/{HOSTILE}.jsonl", "available": 5000, "used": 12500, "tokens": 770_000}
+    _with_started(run, sources=[source | {"supervised": 98_765}])
+    page = render(run).text.replace("\n", "")
+    assert "What an epoch has of each source" in page and "5,00012,500770,00098,765" in page.replace(" ", "")
+
+
 def test_a_fall_that_chance_explains_is_no_advice(run):
     write_json(run.by_context, by_context([2.9, 2.8, 2.5, 2.4, 2.2], half=0.4))
     assert advise(read_run(run.path)) == []
@@ -566,7 +573,8 @@ def test_the_case_by_hand_is_as_evaluation_by_context_writes_it():
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, topology):
-    """A real run of four steps, with one conversation that is too long; and its recipe."""
+    """A real run of four steps, with one conversation that is too long, and half of the others twice an epoch; and its
+    recipe."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = write_recipe(
         folder,
@@ -579,8 +587,9 @@ def trained(tmp_path_factory, topology):
     rows[3]["messages"][1]["content"] *= 9
     data = folder / "conversations.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    assert train(load_recipe(recipe), ZERO2, topology, console=Console(speaks=False), finish=write_up)
-    return load_recipe(recipe)
+    shares = [f"data.train=[{{path: {data}, weight: 1.5}}]"]
+    assert train(load_recipe(recipe, shares), ZERO2, topology, console=Console(speaks=False), finish=write_up)
+    return load_recipe(recipe, shares)
 
 
 def test_a_run_writes_down_what_it_is_made_of(trained):
@@ -590,7 +599,10 @@ def test_a_run_writes_down_what_it_is_made_of(trained):
     prepared = train_set["prepared"]
     assert (prepared["rows"], prepared["kept"], prepared["truncated"]) == (40, 39, 0)
     assert list(prepared["dropped"].values()) == [1] and prepared["empty_answers"] == 0
-    assert train_set["samples"] + held_out["samples"] == 39
+    (source,) = train_set["sources"]
+    assert source["available"] + held_out["samples"] == 39
+    assert (train_set["samples"], train_set["tokens"]) == (source["used"], source["tokens"])
+    assert source["used"] == round(1.5 * source["available"])
     for part in (train_set, held_out):
         assert sum(part["lengths"]["counts"]) == part["samples"]
         assert 0 < part["supervised"] < part["tokens"] <= part["samples"] * part["longest"]
