@@ -93,11 +93,13 @@ def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
 
 def _heads(target: PretrainedConfig) -> dict[str, int]:
     """num_attention_heads, num_key_value_heads and head_dim. Some targets have heads that no draft can have: latent
-    attention (kv_lora_rank; three head widths, and a key for each head), a number of heads that does not divide the
-    hidden size (GLM-4.5), or heads too wide for serving kernels (Gemma 4). Their drafts get hidden_size / 128 heads."""
-    hidden, width = _of(target, "hidden_size"), getattr(target, "head_dim", None) or 0
+    attention (kv_lora_rank; three head widths, and a key for each head), or a number of heads that does not divide the
+    hidden size (GLM-4.5). Their drafts get hidden_size / 128 heads. Heads too wide for serving kernels (Gemma 4) become
+    narrower."""
+    hidden = _of(target, "hidden_size")
+    wide = (getattr(target, "head_dim", None) or 0) > WIDEST_HEAD
     latent = getattr(target, "kv_lora_rank", None)
-    if latent or hidden % _of(target, "num_attention_heads") or width > WIDEST_HEAD:
+    if latent or (hidden % _of(target, "num_attention_heads") and not wide):
         heads = max(hidden // HEAD_DIM, 1)
         keys = KEY_VALUE_HEADS if heads % KEY_VALUE_HEADS == 0 else heads
         return {"num_attention_heads": heads, "num_key_value_heads": keys, "head_dim": min(HEAD_DIM, hidden)}
@@ -106,7 +108,7 @@ def _heads(target: PretrainedConfig) -> dict[str, int]:
     return {
         "num_attention_heads": heads,
         "num_key_value_heads": heads if own_keys is None else _of(target, "num_key_value_heads"),
-        "head_dim": hidden // heads if own_width is None else _of(target, "head_dim"),
+        "head_dim": HEAD_DIM if wide else hidden // heads if own_width is None else _of(target, "head_dim"),
     }
 
 

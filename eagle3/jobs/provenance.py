@@ -10,13 +10,14 @@ from eagle3.recipe.schema import Recipe
 from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import WINDOW, Provenance, has_shards, read_manifest, read_own_manifest
 from eagle3.states.store.shard import Encoding
+from eagle3.text.encode import tokenizer_identity
 from eagle3.text.samples import Spans
 
 
 def target_provenance(known: KnownTarget) -> Provenance:
     """Everything that the target's hidden states of a conversation depend on."""
     template = str(known.chat_template or known.tokenizer.chat_template or "")
-    tokenizer = known.tokenizer.backend_tokenizer.to_str()
+    tokenizer = tokenizer_identity(known.tokenizer)
     return {
         "target": known.fingerprint,
         "target_dtype": known.recipe.model.target_dtype,

@@ -85,7 +85,9 @@ class Model(Section):
     target: Named = Field(description="hub id or folder of the target, or `demo` for the quickstart's own")
     revision: str | None = None
     trust_remote_code: bool | Literal["tokenizer"] = Field(
-        False, description="run the Python code in the target's checkpoint; tokenizer: only that of its tokenizer"
+        False,
+        description="run the Python code in the target's checkpoint; tokenizer: here only that of its tokenizer, "
+        "but all of it in SGLang, which has one switch",
     )
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     aux_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)] | None = Field(
@@ -120,8 +122,12 @@ class Source(Section):
     """A source of training data, and how much of it an epoch has."""
 
     path: Named = Field(description="like an entry of data.train")
-    weight: Positive | None = Field(None, description="how often an epoch has each sample: 0.5 for half of them")
-    samples: Count | None = Field(None, description="samples in an epoch, in place of a weight")
+    weight: Annotated[float, Field(gt=0, le=1000)] | None = Field(
+        None, description="how often an epoch has each sample: 0.5 for half of them"
+    )
+    samples: Annotated[int, Field(ge=1, le=10**9)] | None = Field(
+        None, description="samples in an epoch, in place of a weight"
+    )
 
     @model_validator(mode="after")
     def _either_weight_or_samples(self) -> "Source":

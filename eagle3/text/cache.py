@@ -21,8 +21,8 @@ from eagle3.durable import Lock, lock, writing
 LOCK = "owner.lock"  # holds the host's name
 # Temporary names of tokenised data, downloads and demo targets, including those of older versions, which had no locks.
 OURS = re.compile(r"\.([0-9a-f]{32}\.|.+-[0-9a-f]{16}\.jsonl\.|demo-target-[0-9a-f]{16}[-.])[a-z0-9_]{8}")
-# Such a folder outlives its owner, so that the next one can go on with what is in it.
-UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.unfinished")
+# Such a folder outlives its owner, so that the next process on that host can go on with what is in it.
+UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.[A-Za-z0-9_-]*\.unfinished")
 QUIET_SECONDS = 86_400.0
 # Exceptions that reading a damaged record, or a file that is not a record, may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -77,28 +77,39 @@ def _made(path: Path) -> tuple[Path, BinaryIO]:
     folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     file = (folder / LOCK).open("wb")
     lock(file)  # without locks, other processes assume that this one lives
-    _sign(file)
+    file.write(socket.gethostname().encode())  # an unlocked file with a name means a dead owner
+    file.flush()
     return folder, file
 
 
 def _claimed(path: Path) -> tuple[Path, BinaryIO] | None:
-    """The unfinished folder for `path`, found or made, and the file that locks it; None if another process may have
-    it."""
-    folder = path.parent / f".{path.name}.unfinished"
-    folder.mkdir(exist_ok=True)
-    with suppress(FileNotFoundError):  # its owner has just finished
-        file = (folder / LOCK).open("a+b")
-        if lock(file) is Lock.HELD and os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
-            file.truncate(0)
-            _sign(file)
-            return folder, file
-        file.close()
+    """This host's unfinished folder for `path`, found or made, and the file that locks it; None if another process may
+    have it."""
+    folder = _unfinished(path)
+    with suppress(OSError):  # another user's, or its owner has just finished
+        folder.mkdir(exist_ok=True)
+        return folder, _held(folder)
     return None
 
 
-def _sign(file: BinaryIO) -> None:
-    file.write(socket.gethostname().encode())  # an unlocked file with a name means a dead owner
-    file.flush()
+def _unfinished(path: Path) -> Path:
+    host = re.sub("[^A-Za-z0-9_-]", "_", socket.gethostname())  # locks may not reach other hosts
+    return path.parent / f".{path.name}.{host}.unfinished"
+
+
+def _held(folder: Path) -> BinaryIO:
+    """The file that locks a folder, locked. Raises BlockingIOError if another process may have it."""
+    file = (folder / LOCK).open("a+b")
+    if lock(file) is Lock.HELD and os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
+        return file
+    file.close()
+    raise BlockingIOError(f"{folder} is locked")
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove this host's unfinished folder for `path`, which is whole now, unless a process is at work in it."""
+    with suppress(OSError), _held(_unfinished(path)):
+        shutil.rmtree(_unfinished(path))
 
 
 @contextmanager

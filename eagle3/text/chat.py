@@ -29,7 +29,8 @@ from eagle3.text.template import (
 )
 
 PRIVATE_USE = range(0xE000, 0xF900)
-MOST_TOKENS_OF_A_CHARACTER = 8  # a character of UTF-8 has at most four bytes
+THINKING = re.compile("think|thought", re.IGNORECASE)  # what names and words that open a think block contain
+MOST_TOKENS_OF_A_CHARACTER = 8  # more than the four bytes of one, as tokens may straddle characters
 
 Span = tuple[int, int]  # characters [start, stop) of the rendering
 
@@ -245,21 +246,19 @@ class _Chat:
         stripped = text.lstrip()
         return next((token for token in self.added if token and stripped.startswith(token)), None)
 
-    def added_in(self, text: str) -> list[int]:
-        """Where the added tokens in a text begin."""
-        pattern = "|".join(map(re.escape, filter(None, self.added)))
-        return [match.start() for match in re.finditer(pattern, text)] if pattern else []
+    def thinking_in(self, prompt: str) -> int | None:
+        """Where a generation prompt opens a think block: at an added token with such a name, or before such a word."""
+        for match in re.finditer("|".join(map(re.escape, filter(None, self.added))) or "$^", prompt):
+            if THINKING.search(match[0]) or THINKING.match(prompt, match.end()):
+                return match.start()
+        return None
 
-    def same_words(self, prompt: str, shown: str) -> bool:
-        """Whether both begin with the same added token, and differ in other added tokens (think markers) and white
-        space alone."""
-        pattern = "|".join([*map(re.escape, filter(None, self.added)), r"\s"])
-        first = self.leading_token(prompt)
-        return (
-            first is not None
-            and self.leading_token(shown) == first
-            and re.sub(pattern, "", prompt) == re.sub(pattern, "", shown)
-        )
+    def same_but_for_thinking(self, prompt: str, shown: str) -> bool:
+        """Whether two headers of a turn differ in think markers and white space alone, and not because the turn shows
+        more than the prompt."""
+        markers = [re.escape(token) for token in self.added if THINKING.search(token)]
+        first, second = (re.sub("|".join([*markers, r"\s"]), "", text) for text in (prompt, shown))
+        return first == second != "" and not shown.startswith(prompt.rstrip())
 
 
 def _assistant_spans(messages: list[dict], text: str, render: Render, added_tokens: list[str]) -> list[Span]:
@@ -317,7 +316,8 @@ def _prefix_region(chat: _Chat, index: int) -> Region:
     """
     history, prefix = (chat.render(chat.messages[:index], generation_prompt=prompt) for prompt in (False, True))
     opening = prefix.removeprefix(history)
-    starts = [len(prefix), *(len(history) + place for place in reversed(chat.added_in(opening)[1:]))]
+    thinking = chat.thinking_in(opening)
+    starts = [len(prefix), *([] if thinking is None else [len(history) + thinking])]
     message = chat.messages[index]
     without_reasoning = {key: value for key, value in message.items() if key not in REASONING_KEYS}
     versions = (message, without_reasoning, {**without_reasoning, "content": ""})
@@ -357,7 +357,7 @@ def _turn_start(chat: _Chat, index: int, previous_end: int, region: Region) -> i
     # generation prompt that opens a think block). The turn then begins where its region does, provided that the content
     # is what begins there.
     shown = chat.text[previous_end : region.start]
-    if region.direct and (opened or opening.startswith(shown) or chat.same_words(opening, shown)):
+    if region.direct and (opened or opening.startswith(shown) or chat.same_but_for_thinking(opening, shown)):
         return region.start
     raise Unusable("the chat template does not show where an assistant's turn begins")
 

@@ -1,5 +1,7 @@
 """Encode conversations as they are read, in order, in this process or in several, with a separate outcome for each."""
 
+import inspect
+import json
 import multiprocessing
 import signal
 from collections import deque
@@ -9,6 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -26,6 +29,14 @@ CHUNK, CHUNK_CHARACTERS = 64, 1 << 22
 # Most characters in a row; each takes up to 250 bytes during tokenisation. For long samples the limit is
 # LONGEST_TOKEN characters for each token of the longest sample, if that is more.
 LONGEST_ROW, LONGEST_TOKEN = 1 << 24, 16
+
+
+def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A text that is the same for tokenizers that tokenise alike: of one that is Python code, vocabulary and code."""
+    if tokenizer.is_fast:
+        return tokenizer.backend_tokenizer.to_str()
+    code = Path(inspect.getfile(type(tokenizer))).read_text(encoding="utf-8")
+    return json.dumps([type(tokenizer).__name__, code, tokenizer.get_vocab()], sort_keys=True)
 
 
 class Problem(NamedTuple):
@@ -137,14 +148,14 @@ def _encode_in_processes(
     """Process p encodes chunks p, p + processes, ...; reading them in turn keeps the order and bounds the backlog."""
     # spawn: forking a process with threads (torch's, the tokenizer's) can leave locks in the copy locked forever.
     context = multiprocessing.get_context("spawn")
-    started: list[BaseProcess] = []
+    started: list[tuple[BaseProcess, Connection]] = []
     turns: deque[tuple[list[Conversation], Connection, BaseProcess]] = deque()  # the next is the first
     try:
         for chunk in islice(chunks, processes):
             connection, theirs = context.Pipe()
             process = context.Process(target=_work, args=(encoder, theirs), daemon=True)
             process.start()
-            started.append(process)
+            started.append((process, connection))
             theirs.close()  # the process has its own copy; while ours is open, `recv` cannot notice its death
             _send(chunk, connection)
             turns.append((chunk, connection, process))
@@ -161,9 +172,10 @@ def _encode_in_processes(
                 turns.append((following, connection, process))
             yield Encoded(chunk, outcomes)
     finally:
-        for process in started:
+        for process, connection in started:
             process.terminate()
             process.join()
+            connection.close()
 
 
 def _send(chunk: list[Conversation], connection: Connection) -> None:
@@ -185,10 +197,11 @@ def _died(process: BaseProcess, rows: list[Conversation], processes: int) -> Use
 
 
 def _work(encoder: SampleEncoder, connection: Connection) -> None:
-    while True:
-        chunk = connection.recv()
-        try:
-            connection.send([encoder.outcome(conversation) for conversation in chunk])
-        except UserError as error:
-            connection.send(error)
-            return
+    with suppress(EOFError, ConnectionError):  # the process that asks has died
+        while True:
+            chunk = connection.recv()
+            try:
+                answer: list[Outcome] | UserError = [encoder.outcome(conversation) for conversation in chunk]
+            except UserError as error:
+                answer = error
+            connection.send(answer)

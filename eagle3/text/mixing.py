@@ -56,10 +56,15 @@ def mixture(
     for source, (low, high), share in zip(sources, pairwise(bounds), shares, strict=True):
         places = np.flatnonzero((samples.indices >= low) & (samples.indices < high))
         number = round(share.weight * len(places)) if share.samples is None else share.samples
-        if not number or not len(places):
+        if not len(places):
             raise UserError(
-                f"data.train: {source} has {counted(len(places), 'sample')} to train on, and a weight of "
-                f"{share.weight:g} leaves none; raise it, give more data, or leave this source out"
+                f"data.train: all samples of {source} are held out; name other data in data.held_out, or leave this "
+                "source out"
+            )
+        if not number:
+            raise UserError(
+                f"data.train: {source} has {counted(len(places), 'sample')} to train on, of which a weight of "
+                f"{share.weight:g} leaves none; raise it, or leave this source out"
             )
         times, extra = divmod(number, len(places))
         counts = np.full(len(places), times)

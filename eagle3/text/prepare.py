@@ -23,9 +23,9 @@ from transformers import PreTrainedTokenizerBase
 from eagle3.console import GREEN, PLAIN, Progress, Warned, counted
 from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.text.cache import DAMAGE, opens, replacing_folder, sealed, unsealed
+from eagle3.text.cache import DAMAGE, opens, remove_unfinished, replacing_folder, sealed, unsealed
 from eagle3.text.conversations import Conversation, iterate_conversations
-from eagle3.text.encode import Encoded, Problem, SampleEncoder, encode_all, split, useful_processes
+from eagle3.text.encode import Encoded, Problem, SampleEncoder, encode_all, split, tokenizer_identity, useful_processes
 from eagle3.text.rows import LISTED, MalformedRows, others
 from eagle3.text.samples import DamagedSamples, Sample, SampleSet, SampleWriter
 from eagle3.text.template import Unusable, choose_template, reasoning_key, renderer
@@ -33,7 +33,7 @@ from eagle3.text.template import Unusable, choose_template, reasoning_key, rende
 SUMMARY = "summary.json"
 PROGRESS = "progress.json"  # the summary so far, in a folder that is not finished
 SAVE_SECONDS = 30.0  # between two such records
-FORMAT = 2  # version of the cached folders and of the mask's meaning; changing it rebuilds every cached set
+FORMAT = 3  # version of the cached folders and of the mask's meaning; changing it rebuilds every cached set
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,14 @@ def prepare_samples(
     if os.path.exists(folder):
         try:
             prepared = _open(folder, report)
+            remove_unfinished(folder)
             return Prepared(prepared.samples, prepared.summary.with_malformed(malformed))
         except DamagedSamples as damage:
             report(Warned(f"the tokenised data is damaged ({damage.where}: {damage.flaw}); rebuilding it"))
     _tell_unshown(contents, encoder, report)
     with replacing_folder(folder, partial(opens, _open), resumable=True) as unfinished:
         again = Contents(encoder)
-        rows = again.of(read(malformed=MalformedRows(drop=True)))
+        rows = again.of(read(malformed=MalformedRows(True, malformed.setting)))
         summary = _write(unfinished, rows, contents, encoder, workers, report)
         if again.key != contents.key:
             raise UserError(f"{', '.join(sources)}: changed while it was being read; start again")
@@ -169,7 +170,8 @@ def prepare_samples(
             )
         record = {**asdict(summary), "samples": SampleSet.open(unfinished).checksum}
         (unfinished / SUMMARY).write_text(sealed(record), encoding="utf-8")
-        (unfinished / PROGRESS).unlink(missing_ok=True)
+    (folder / PROGRESS).unlink(missing_ok=True)
+    remove_unfinished(folder)
     return Prepared(_open(folder, report).samples, replace(summary.with_malformed(malformed), cached=False))
 
 
@@ -221,7 +223,7 @@ def _write(
     processes = useful_processes(contents.rows, contents.characters, workers) if encoder.tokenizer.is_fast else 1
     with SampleWriter(folder, summary.kept, summary.tokens) as writer, progress.also_between():
         saved = time.monotonic()
-        for encoded in encode_all(encoder, islice(rows, earlier.rows, None), processes):
+        for encoded in _without_os_errors(encode_all(encoder, islice(rows, earlier.rows, None), processes)):
             usable = [outcome for outcome in encoded.outcomes if outcome.problem is None]
             samples = [piece for outcome in usable for piece in split(outcome, encoder.max_length)]
             fatal += _fatal_problems(encoded, encoder)
@@ -236,6 +238,14 @@ def _write(
     if fatal:
         raise _refusal(fatal)
     return summary
+
+
+def _without_os_errors(parts: Iterator[Encoded]) -> Iterator[Encoded]:
+    """The same, with errors of reading and of processes told apart from those of writing the cache."""
+    try:
+        yield from parts
+    except OSError as error:
+        raise UserError(f"data: cannot be read and tokenised ({error}); fix that, and start again") from error
 
 
 def _progress(folder: Path) -> Summary:
@@ -265,11 +275,8 @@ def _rules(encoder: SampleEncoder) -> bytes:
     if encoder.malformed == "drop":  # if not, the key stays what it was before this option existed
         options.append("malformed rows dropped")
     # Special tokens count as well as the vocabulary, because templates read them. JSON keeps the parts apart.
-    fast = tokenizer.is_fast
-    backend = tokenizer.backend_tokenizer.to_str() if fast else [type(tokenizer).__name__, tokenizer.get_vocab()]
-    return _json_line(
-        [FORMAT, options, encoder.chat_template or tokenizer.chat_template, tokenizer.special_tokens_map, backend]
-    )
+    template, special = encoder.chat_template or tokenizer.chat_template, tokenizer.special_tokens_map
+    return _json_line([FORMAT, options, template, special, tokenizer_identity(tokenizer)])
 
 
 def _json_line(value: list) -> bytes:

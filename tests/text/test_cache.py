@@ -230,7 +230,7 @@ def test_a_whole_folder_that_comes_between_the_look_and_the_rename_is_put_back(t
     assert [path.name for path in folder.iterdir()] == ["theirs"]
 
 
-@pytest.mark.parametrize("kilobytes", [4, 8, 12, 60, 96, 112])
+@pytest.mark.parametrize("kilobytes", [4, 8, 12, 60, 96, 108])
 def test_a_full_disk_is_one_line_that_leaves_nothing_and_with_room_the_set_is_made(
     tmp_path, tokenizer, mounted, kilobytes
 ):
@@ -389,6 +389,18 @@ def test_an_unfinished_set_of_a_living_process_is_left_to_it(tmp_path, tokenizer
     tokenised_until(192, tmp_path, tokenizer, meanwhile)
     summary = prepared(tmp_path, tokenizer, *MANY, report=lines.append).summary
     assert (summary.kept, summary.cached, lines) == (300, True, [])
+
+
+def test_a_finished_set_leaves_nothing_unfinished_and_another_hosts_is_let_alone(tmp_path, tokenizer, monkeypatch):
+    with pytest.raises(KeyboardInterrupt):
+        tokenised_until(192, tmp_path, tokenizer, interrupt)
+    (unfinished,) = (tmp_path / "cache" / "tokenized").iterdir()
+    monkeypatch.setattr("socket.gethostname", lambda: "another.host")
+    lines: list[str] = []
+    assert len(prepared(tmp_path, tokenizer, *MANY, report=lines.append).samples) == 300
+    assert lines == [] and unfinished.exists()
+    monkeypatch.undo()
+    assert prepared(tmp_path, tokenizer, *MANY).summary.cached and not unfinished.exists()
 
 
 def test_a_damaged_record_of_progress_is_not_gone_by(tmp_path, tokenizer):

@@ -354,6 +354,31 @@ def test_a_tokenizer_without_a_template_or_with_a_broken_one_is_the_users_to_men
         encode_conversation(tokenizer, chat(*QUESTIONS), "{% for %}")
 
 
+def test_a_turn_under_another_role_or_without_its_whole_header_is_refused(tokenizer):
+    """A turn may differ from the generation prompt in think markers alone."""
+    roles = "{% for m in messages %}{{ '<s>' if m.role == 'user' else OTHER }}{{ m.content }}<|im_end|>{% endfor %}"
+    prompt = "{% if add_generation_prompt %}<|im_start|><think>{% endif %}"
+    for other, refused in (("<|im_start|></think>", False), ("<s>", True), ("<|endoftext|>", True)):
+        template = roles.replace("OTHER", repr(other)) + prompt
+        if refused:
+            with pytest.raises(Unusable, match="where an assistant's turn begins"):
+                encode_conversation(tokenizer, chat(*QUESTIONS), template)
+        else:
+            assert supervised(encode_conversation(tokenizer, chat(*QUESTIONS), template), tokenizer)
+    header = "<|start_header_id|>{{ m.role }}{{ '_tool' if m.tool_calls }}<|end_header_id|>"
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no call') }}{% endif %}" + header + "{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function | tojson }}{% endfor %}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>{% endif %}"
+    )
+    messages = ({"role": "user", "content": "Hi"}, CALL, {"role": "tool", "content": "3"})
+    talk = Conversation("a:1", (*messages, {"role": "assistant", "content": "Three."}), None)
+    with pytest.raises(Unusable, match="where an assistant's tool call begins"):
+        encode_conversation(tokenizer, talk, template)
+    assert supervised(encode_conversation(tokenizer, talk, template.replace("_tool", "")), tokenizer)
+
+
 def test_a_slow_tokenizer_that_changes_the_text_makes_rows_unusable():
     """It does not report where tokens are, so their texts must be the row's."""
     from transformers import PreTrainedTokenizer

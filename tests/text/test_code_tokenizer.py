@@ -11,6 +11,7 @@ from jobs import inputs_of
 from tiny_run import TEMPLATE, make_target, write_recipe
 
 from eagle3.errors import UserError
+from eagle3.jobs.provenance import input_digests
 from eagle3.recipe.loading import load_recipe
 from eagle3.text.samples import Sample
 
@@ -85,7 +86,8 @@ def test_the_tokenizers_code_runs_alone_and_the_mask_is_right(recipe, topology):
         answers = [content for role, content in row if role == "assistant"]
         assert text_of(sample, supervised=True) == "".join(f"{answer}<|im_end|>" for answer in answers)
         assert text_of(sample, supervised=False).startswith("<|im_start|>user\n") and len(sample.ids) > 50
-    assert inputs_of(trusting, topology.device).train_summary.cached
+    again = inputs_of(trusting, topology.device)
+    assert again.train_summary.cached and input_digests(again) == input_digests(inputs)
 
 
 def test_without_the_users_word_no_code_runs(recipe, topology):

@@ -87,7 +87,9 @@ def test_held_out_samples_are_in_no_share(sets):
 
 
 def test_a_weight_that_leaves_nothing_is_refused(sets):
-    with pytest.raises(UserError, match="data.train: b has 30 samples to train on, and a weight of 0.01 leaves none"):
+    with pytest.raises(
+        UserError, match="data.train: b has 30 samples to train on, of which a weight of 0.01 leaves none"
+    ):
         mixture(SampleSet.joined(sets), ["a", "b", "c"], SIZES, [Share(), Share(0.01), Share()], seed=0)
 
 
