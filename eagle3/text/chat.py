@@ -257,8 +257,9 @@ class _Chat:
         """Whether two headers of a turn differ in think markers and white space alone, and not because the turn shows
         more than the prompt."""
         markers = [re.escape(token) for token in self.added if THINKING.search(token)]
-        first, second = (re.sub("|".join([*markers, r"\s"]), "", text) for text in (prompt, shown))
-        return first == second != "" and not shown.startswith(prompt.rstrip())
+        prompt, shown = (re.sub(r"\s", "", text) for text in (prompt, shown))
+        first, second = (re.sub("|".join(markers) or "$^", "", text) for text in (prompt, shown))
+        return first == second != "" and not shown.startswith(prompt)
 
 
 def _assistant_spans(messages: list[dict], text: str, render: Render, added_tokens: list[str]) -> list[Span]:
