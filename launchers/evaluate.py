@@ -48,7 +48,7 @@ def main() -> int:
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         from eagle3.draft.interchange import read_exported
         from eagle3.evaluation.acceptance import Sampling
-        from eagle3.jobs.evaluate import ByContext, decoding_of, judge, judge_contexts, judge_served, target_and_texts
+        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judge_served, target_and_texts
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
@@ -60,14 +60,7 @@ def main() -> int:
     decoding = decoding_of(recipe, Sampling(options.temperature, seed), options.window)
     tree = tree_of(options, recipe) if options.engine == "sglang" else None
     if options.by_context:
-        asked = ByContext(
-            contexts_of(options),
-            options.per_context or PER_CONTEXT,
-            windows_of(options),
-            options.best,
-            options.gpu or DEFAULT_GPU,
-        )
-        by_context = judge_contexts(inputs, draft, asked, topology, console, files, decoding, tree)
+        by_context = judge_contexts(inputs, draft, by_context_of(options), topology, console, files, decoding, tree)
         if topology.is_first:
             for line in by_context.lines():
                 tell(line)
@@ -310,6 +303,14 @@ def ascending(option: str, text: str, what: str) -> list[int]:
     if len(numbers) != len(fields) or numbers[0] < 1 or numbers != sorted(set(numbers)):
         raise UserError(f"{option} {text}: name {what}, ascending, as in 512,1024,2048")
     return numbers
+
+
+def by_context_of(options: argparse.Namespace):
+    """What the user asked to judge by context, as a ByContext."""
+    from eagle3.jobs.evaluate import ByContext
+
+    per_context, gpu = options.per_context or PER_CONTEXT, options.gpu or DEFAULT_GPU
+    return ByContext(contexts_of(options), per_context, windows_of(options), options.best, gpu)
 
 
 def tree_of(options: argparse.Namespace, recipe: Recipe):

@@ -112,13 +112,18 @@ def _heads(target: PretrainedConfig) -> dict[str, int]:
     }
 
 
+def active_experts(target: PretrainedConfig) -> int | None:
+    """The number of experts that a token uses in a layer, under any of the names that configs have for it."""
+    return next((number for name in ACTIVE_EXPERTS if (number := getattr(target, name, None))), None)
+
+
 def _intermediate_size(target: PretrainedConfig) -> int:
     """The width of the widest MLP that a token passes through in the target: a dense layer (in Llama 4,
     intermediate_size_mlp), or all experts that a token uses in a layer together. An expert's width is
     moe_intermediate_size or, without that key, intermediate_size."""
     dense = getattr(target, "intermediate_size_mlp", None)
     experts = getattr(target, "num_local_experts", None) or getattr(target, "num_experts", None)
-    active = next((number for name in ACTIVE_EXPERTS if (number := getattr(target, name, None))), 1)
+    active = active_experts(target) or 1
     if getattr(target, "moe_intermediate_size", None):
         return max(active * _of(target, "moe_intermediate_size"), getattr(target, "intermediate_size", None) or 0)
     return dense or _of(target, "intermediate_size") * (active if experts else 1)

@@ -49,6 +49,7 @@ def describe_run(
     """
     recipe, target, shape, sizes = job.recipe, job.config, job.shape, job.recipe.parallelism
     processes, train = dist.get_world_size(), describe_samples(job.train)
+    sources = [source._asdict() for source in job.sources]
     data = processes // (sizes.tensor * sizes.ulysses * sizes.ring)
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -84,8 +85,7 @@ def describe_run(
         },
         "data": {
             "datasets": hub_datasets(recipe.data.train_paths),
-            "train": train
-            | {"prepared": _prepared(job.train_summary), "sources": [mixed._asdict() for mixed in job.sources]},
+            "train": train | {"prepared": _prepared(job.train_summary), "sources": sources},
             "held_out": describe_samples(job.held_out) | {"prepared": _prepared(job.held_out_summary)},
         },
         "memory": {"before_gib": memory_before}

@@ -23,7 +23,7 @@ from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.targets.transformers import TransformersTarget, load_target
 from eagle3.text.encode import SampleEncoder
-from eagle3.text.mixing import Mixed, Share, mixture
+from eagle3.text.mixing import Mixed, Part, Share, mixture
 from eagle3.text.prepare import Prepared, Summary, prepare_samples
 from eagle3.text.samples import SampleSet
 from eagle3.text.standard_library import standard_library_files, standard_library_text
@@ -179,21 +179,20 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
             say(Warned(f"{key}: {empty}: only the end of the turn is supervised there"))
         return prepared
 
-    train, summary, held_out_summary, parts = SampleSet.pack([]), None, None, []
+    train, summary, held_out_summary, sets = SampleSet.pack([]), None, None, []
     if not (judging and data.held_out):
         groups = [[path] for path in data.train_paths] if data.mixed else [data.train_paths]
-        parts = [prepare("training data", group, data.max_samples) for group in groups]
-        summary = sum((part.summary for part in parts[1:]), parts[0].summary)
-        train = SampleSet.joined([part.samples for part in parts]) if data.mixed else parts[0].samples
+        sets = [prepare("training data", group, data.max_samples) for group in groups]
+        summary = sum((each.summary for each in sets[1:]), sets[0].summary)
+        train = SampleSet.joined([each.samples for each in sets])
     if data.held_out:
         held_out, held_out_summary = prepare("held-out data", data.held_out, data.max_held_out)
     else:
         train, held_out = train.split_held_out(data.held_out_fraction, data.seed)
-    mixed: list[Mixed] = []
-    if data.mixed and parts:
-        sizes, shares = [len(part.samples) for part in parts], [_share(source) for source in data.train]
-        train, mixed = mixture(train, data.train_paths, sizes, shares, data.seed)
-        for source in mixed:
+    sources: list[Mixed] = []
+    if data.mixed and sets:
+        train, sources = mixture(train, [*map(_part, data.train, sets)], data.seed)
+        for source in sources:
             say(f"training data: {source}")
     if shared := len(set(held_out.sample_ids) & set(train.sample_ids)):
         say(
@@ -208,14 +207,16 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
         held_out=held_out,
         train_summary=summary,
         held_out_summary=held_out_summary,
-        sources=mixed,
+        sources=sources,
     )
 
 
-def _share(source: str | Source) -> Share:
+def _part(source: str | Source, prepared: Prepared) -> Part:
+    stored = len(prepared.samples)
     if isinstance(source, str):
-        return Share()
-    return Share(samples=source.samples) if source.weight is None else Share(source.weight)
+        return Part(source, stored, Share())
+    share = Share(samples=source.samples) if source.weight is None else Share(source.weight)
+    return Part(source.path, stored, share)
 
 
 def _places_of_answers(known: KnownTarget) -> dict[str, str]:

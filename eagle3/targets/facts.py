@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from eagle3.draft.derivation import ACTIVE_EXPERTS
+from eagle3.draft.derivation import active_experts
 from eagle3.errors import UserError
 from eagle3.targets.checkpoint import config_values, readable, sound_config, whole_config
 
@@ -38,7 +38,7 @@ class TargetFacts(NamedTuple):
     def chosen_experts(self) -> float:
         """The share of a layer's routed experts that a token reads; 1 if there are none."""
         number = _first(self.config, "num_experts", "n_routed_experts", "num_local_experts")
-        chosen = _first(self.config, *ACTIVE_EXPERTS)
+        chosen = active_experts(self.config)
         return chosen / number if self.expert_parameters and number and chosen else 1.0
 
     def engine_gpus(self, usable: float) -> int:

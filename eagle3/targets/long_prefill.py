@@ -285,8 +285,13 @@ class LongPrefill:
         # Positions continue into the padding: transformers would take a jump for the start of a new document.
         positions = torch.arange(first, first + chunk.share, device=ids.device)[None]
         with self._attending(run), target.captured_layers() as states:
-            where = {"position_ids": positions, "attention_mask": None}
-            output = target.decoder(input_ids=ids, **where, past_key_values=run.states, use_cache=False)
+            output = target.decoder(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=None,
+                past_key_values=run.states,
+                use_cache=False,
+            )
         known = sorted([*run.attended, *recurrent_layers(target.decoder.config)])
         if known != list(range(len(target.layers))):
             raise self.refusal(f"has {len(target.layers)} layers, of which {len(known)} attend in a known way")

@@ -19,6 +19,14 @@ class Share(NamedTuple):
     samples: int | None = None  # how many samples it takes, in place of a weight; more than there are repeat some
 
 
+class Part(NamedTuple):
+    """A source in a set of samples that holds the sources one after another."""
+
+    source: str
+    stored: int  # samples of it in the set, held-out ones included
+    share: Share
+
+
 class Mixed(NamedTuple):
     """One source in a mixture."""
 
@@ -41,26 +49,20 @@ class Mixture(NamedTuple):
     sources: list[Mixed]
 
 
-def mixture(
-    samples: SampleSet, sources: Sequence[str], sizes: Sequence[int], shares: Sequence[Share], seed: int
-) -> Mixture:
+def mixture(samples: SampleSet, parts: Sequence[Part], seed: int) -> Mixture:
     """An epoch's samples, in the order of the sources. The same for the same samples and seed. Raises UserError if a
-    source gets none.
-
-    samples: some of the stored samples of a set (others are held out), which holds the sources one after another
-    sizes: stored samples of each source
-    """
-    bounds = np.cumsum([0, *sizes])
-    ranks = _ranks(samples, seed)
+    source gets none. samples: some of the stored samples of a set (others are held out)."""
+    bounds, ranks = np.cumsum([0, *(part.stored for part in parts)]), _ranks(samples, seed)
+    lengths, supervised = samples.lengths, samples.count(lambda loss_mask: loss_mask)[:, 0]
     chosen, mixed = [], []
-    for source, (low, high), share in zip(sources, pairwise(bounds), shares, strict=True):
+    for (source, _, share), (low, high) in zip(parts, pairwise(bounds), strict=True):
         places = np.flatnonzero((samples.indices >= low) & (samples.indices < high))
-        number = round(share.weight * len(places)) if share.samples is None else share.samples
         if not len(places):
             raise UserError(
                 f"data.train: all samples of {source} are held out; name other data in data.held_out, or leave this "
                 "source out"
             )
+        number = round(share.weight * len(places)) if share.samples is None else share.samples
         if not number:
             raise UserError(
                 f"data.train: {source} has {counted(len(places), 'sample')} to train on, of which a weight of "
@@ -70,9 +72,8 @@ def mixture(
         counts = np.full(len(places), times)
         counts[np.argsort(ranks[places], kind="stable")[:extra]] += 1
         chosen.append(np.repeat(places, counts))
-        part = samples.subset(chosen[-1])
-        tokens, supervised = int(part.lengths.sum()), int(part.count(lambda loss_mask: loss_mask).sum())
-        mixed.append(Mixed(source, len(places), len(part), tokens, supervised))
+        tokens, taught = int(counts @ lengths[places]), int(counts @ supervised[places])
+        mixed.append(Mixed(source, len(places), number, tokens, taught))
     return Mixture(samples.subset(np.concatenate(chosen)), mixed)
 
 

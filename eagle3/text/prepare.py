@@ -55,29 +55,26 @@ class Summary:
     empty_answers: int | None = None
     cached: bool = False  # taken from the cache
 
-    def plus(self, encoded: Encoded, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Summary":
-        """The summary with more rows and the samples made of them."""
-        dropped, kinds, examples = dict(self.dropped), dict(self.kinds), dict(self.examples)
-        for row, outcome in zip(*encoded, strict=True):
-            if problem := outcome.problem:
-                dropped[problem.reason] = dropped.get(problem.reason, 0) + 1
-                kinds.setdefault(problem.reason, problem.kind)
-                examples.setdefault(problem.reason, row.origin)
-        return replace(
-            self,
-            rows=self.rows + len(encoded.outcomes),
-            kept=self.kept + len(samples),
-            truncated=self.truncated + sum(outcome.truncated for outcome in encoded.outcomes),
-            tokens=self.tokens + sum(len(ids) for ids, _ in samples),
-            supervised=self.supervised + sum(int(loss_mask.sum()) for _, loss_mask in samples),
-            dropped=dropped,
-            kinds=kinds,
-            examples=examples,
-            empty_answers=(self.empty_answers or 0) + sum(outcome.empty_answers for outcome in encoded.outcomes),
+    @classmethod
+    def of(cls, encoded: Encoded, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Summary":
+        """The summary of some rows and the samples made of them."""
+        problems = [
+            (row.origin, outcome.problem) for row, outcome in zip(*encoded, strict=True) if outcome.problem is not None
+        ]
+        return cls(
+            rows=len(encoded.outcomes),
+            kept=len(samples),
+            truncated=sum(outcome.truncated for outcome in encoded.outcomes),
+            tokens=sum(len(ids) for ids, _ in samples),
+            supervised=sum(int(loss_mask.sum()) for _, loss_mask in samples),
+            dropped=dict(Counter(problem.reason for _, problem in problems)),
+            kinds={problem.reason: problem.kind for _, problem in problems},
+            examples={problem.reason: origin for origin, problem in reversed(problems)},
+            empty_answers=sum(outcome.empty_answers for outcome in encoded.outcomes),
         )
 
     def __add__(self, other: "Summary") -> "Summary":
-        """The summary of both sources together."""
+        """The summary of both together; the other's rows come later."""
         counts = ("rows", "kept", "truncated", "tokens", "supervised")
         return Summary(
             **{name: getattr(self, name) + getattr(other, name) for name in counts},
@@ -145,7 +142,8 @@ def prepare_samples(
     cache = Path(cache_dir).expanduser()
     malformed = MalformedRows(encoder.malformed == "drop", "data.malformed=drop")
     read = partial(iterate_conversations, sources, max_samples, downloads=cache / "downloads")
-    contents = Contents(encoder)
+    rules = _rules(encoder)
+    contents = Contents(rules)
     for _ in contents.of(read(malformed=malformed, report=report)):
         pass
     folder = cache / "tokenized" / contents.key
@@ -158,7 +156,7 @@ def prepare_samples(
             report(Warned(f"the tokenised data is damaged ({damage.where}: {damage.flaw}); rebuilding it"))
     _tell_unshown(contents, encoder, report)
     with replacing_folder(folder, partial(opens, _open), resumable=True) as unfinished:
-        again = Contents(encoder)
+        again = Contents(rules)
         rows = again.of(read(malformed=MalformedRows(True, malformed.setting)))
         summary = _write(unfinished, rows, contents, encoder, workers, report)
         if again.key != contents.key:
@@ -178,15 +176,17 @@ def prepare_samples(
 class Contents:
     """What is known of conversations once they have been read.
 
+    rules: everything else that the samples depend on
     key: 32 hex digits, which are the same for the same conversations under the same rules
+    rows, characters: how many
     example: the first one with messages
     with_reasoning: how many have reasoning
     """
 
-    def __init__(self, encoder: SampleEncoder) -> None:
+    def __init__(self, rules: bytes) -> None:
         self.rows = self.characters = self.with_reasoning = 0
         self.example: Conversation | None = None
-        self.digest = hashlib.sha256(_rules(encoder))
+        self.digest = hashlib.sha256(rules)
 
     @property
     def key(self) -> str:
@@ -227,7 +227,7 @@ def _write(
             usable = [outcome for outcome in encoded.outcomes if outcome.problem is None]
             samples = [piece for outcome in usable for piece in split(outcome, encoder.max_length)]
             fatal += _fatal_problems(encoded, encoder)
-            summary = summary.plus(encoded, samples)
+            summary += Summary.of(encoded, samples)
             if not fatal:  # otherwise only the problems still matter
                 writer.add(samples)
                 if time.monotonic() - saved >= SAVE_SECONDS:

@@ -231,6 +231,8 @@ class SampleSet:
     @staticmethod
     def joined(sets: Sequence["SampleSet"]) -> "SampleSet":
         """The stored samples of all sets, one set after another. Nothing is copied."""
+        if len(sets) == 1:
+            return sets[0]
         starts = np.cumsum([0, *(len(each.ids) for each in sets)])
         edges = [each.offsets[1:] + start for each, start in zip(sets, starts, strict=False)]
         digests = np.concatenate([each.digests for each in sets])
@@ -242,13 +244,6 @@ class SampleSet:
             np.arange(len(digests)),
             ", ".join(each.origin for each in sets),
         )
-
-    def write(self, folder: Path) -> None:
-        """Write the files into an existing folder. Raises OSError."""
-        with SampleWriter(folder) as writer:
-            for run in self._runs():
-                ids, loss_mask = self._read(run)
-                writer.add((ids[a:b], loss_mask[a:b]) for a, b in pairwise(self._edges(run)))
 
     @property
     def checksum(self) -> str:

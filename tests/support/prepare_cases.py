@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle3.text.encode import SampleEncoder
 from eagle3.text.prepare import Prepared, prepare_samples
-from eagle3.text.samples import SampleSet
+from eagle3.text.samples import SampleSet, SampleWriter
 
 TEMPLATE = (CHAT_TEMPLATES / "zephyr.jinja").read_text()
 OPTIONS = {
@@ -66,6 +66,11 @@ def prepare(
 def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, *answers: str | None, **options: object) -> Prepared:
     sources = data(tmp_path / "data.jsonl", *answers)
     return prepare(sources, tokenizer, cache_dir=tmp_path / "cache", **{**OPTIONS, **options})
+
+
+def write_set(samples: SampleSet, folder: Path) -> None:
+    with SampleWriter(folder) as writer:
+        writer.add((sample.ids.numpy(), sample.loss_mask.numpy()) for sample in samples)
 
 
 def packed(count: int) -> SampleSet:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from prepare_cases import OPTIONS, byte_tokenizer, packed, prepare, prepared
+from prepare_cases import OPTIONS, byte_tokenizer, packed, prepare, prepared, write_set
 
 from eagle3.errors import UserError
 from eagle3.states.store.shard import taught_rows
@@ -100,7 +100,7 @@ def test_a_written_set_opens_as_it_was_and_a_damaged_one_is_refused(tmp_path):
         ("none", samples.subset([])),
     ):  # the second replaces the first
         with replacing_folder(tmp_path / folder) as unfinished:
-            some.write(unfinished)
+            write_set(some, unfinished)
     opened = SampleSet.open(tmp_path / "set")
     assert (
         opened.checksum == samples.checksum

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 from jobs import inputs_of
+from prepare_cases import write_set
 from tiny_run import conversations, write_recipe
 
 from eagle3.errors import UserError
 from eagle3.recipe.loading import load_recipe
-from eagle3.text.mixing import Mixture, Share, mixture
+from eagle3.text.mixing import Mixture, Part, Share, mixture
 from eagle3.text.samples import SampleSet
 
 SIZES = (40, 30, 20)
@@ -33,6 +34,10 @@ def sets() -> list[SampleSet]:
     return [*map(source, SIZES)]
 
 
+def parts(*shares: Share) -> list[Part]:
+    return [Part(*part) for part in zip("abc", SIZES, shares, strict=True)]
+
+
 def times(mixed: Mixture, part: SampleSet) -> list[int]:
     """How often the mixture has each sample of a source."""
     counts = Counter(mixed.samples.sample_ids)
@@ -41,7 +46,7 @@ def times(mixed: Mixture, part: SampleSet) -> list[int]:
 
 def test_joined_sets_hold_the_samples_of_all_in_order(sets, tmp_path):
     (tmp_path / "one").mkdir()
-    sets[1].write(tmp_path / "one")
+    write_set(sets[1], tmp_path / "one")
     whole = SampleSet.joined([sets[0], SampleSet.open(tmp_path / "one"), sets[2]])
     expected = [sample for part in sets for sample in part]
     assert len(whole) == sum(SIZES) and whole.sample_ids == [sample.id for sample in expected]
@@ -53,7 +58,7 @@ def test_joined_sets_hold_the_samples_of_all_in_order(sets, tmp_path):
 
 def test_an_epoch_has_each_source_as_often_as_its_weight_says(sets):
     shares = [Share(), Share(2.5), Share(samples=7)]
-    mixed = mixture(SampleSet.joined(sets), ["a", "b", "c"], SIZES, shares, seed=3)
+    mixed = mixture(SampleSet.joined(sets), parts(*shares), seed=3)
     once, often, some = (Counter(times(mixed, part)) for part in sets)
     assert (once, often, some) == ({1: 40}, {2: 15, 3: 15}, {1: 7, 0: 13})
     assert [(each.source, each.available, each.used) for each in mixed.sources] == [
@@ -64,15 +69,14 @@ def test_an_epoch_has_each_source_as_often_as_its_weight_says(sets):
     assert sum(each.tokens for each in mixed.sources) == mixed.samples.lengths.sum()
     supervised = sum(int(sample.loss_mask.sum()) for sample in mixed.samples)
     assert sum(each.supervised for each in mixed.sources) == supervised
-    repeated = mixture(SampleSet.joined(sets), ["a", "b", "c"], SIZES, [Share(), Share(), Share(samples=50)], seed=3)
+    repeated = mixture(SampleSet.joined(sets), parts(Share(), Share(), Share(samples=50)), seed=3)
     assert Counter(times(repeated, sets[2])) == {2: 10, 3: 10}
 
 
 def test_which_samples_are_taken_depends_on_contents_and_seed_alone(sets):
-    def taken(seed: int, parts: list[SampleSet]) -> set[str]:
-        sizes = [len(part) for part in parts]
-        shares = [Share(0.5 if part is sets[1] else 1.0) for part in parts]
-        chosen = mixture(SampleSet.joined(parts), ["x"] * len(parts), sizes, shares, seed).samples.sample_ids
+    def taken(seed: int, some: list[SampleSet]) -> set[str]:
+        halved = [Part("x", len(each), Share(0.5 if each is sets[1] else 1.0)) for each in some]
+        chosen = mixture(SampleSet.joined(some), halved, seed).samples.sample_ids
         return set(chosen) & set(sets[1].sample_ids)
 
     assert taken(3, sets) == taken(3, sets[::-1]) == taken(3, [sets[1]]) != taken(4, sets)
@@ -80,7 +84,7 @@ def test_which_samples_are_taken_depends_on_contents_and_seed_alone(sets):
 
 def test_held_out_samples_are_in_no_share(sets):
     train, held_out = SampleSet.joined(sets).split_held_out(0.2, seed=0)
-    mixed = mixture(train, ["a", "b", "c"], SIZES, [Share(3), Share(), Share(0.5)], seed=0)
+    mixed = mixture(train, parts(Share(3), Share(), Share(0.5)), seed=0)
     assert len(held_out) > 5 and not set(held_out.sample_ids) & set(mixed.samples.sample_ids)
     assert sum(each.available for each in mixed.sources) == len(train)
     assert mixed.sources[0].used == 3 * mixed.sources[0].available
@@ -90,7 +94,7 @@ def test_a_weight_that_leaves_nothing_is_refused(sets):
     with pytest.raises(
         UserError, match="data.train: b has 30 samples to train on, of which a weight of 0.01 leaves none"
     ):
-        mixture(SampleSet.joined(sets), ["a", "b", "c"], SIZES, [Share(), Share(0.01), Share()], seed=0)
+        mixture(SampleSet.joined(sets), parts(Share(), Share(0.01), Share()), seed=0)
 
 
 def test_a_recipe_mixes_its_sources_and_says_what_an_epoch_has(tmp_path, target, topology):
