@@ -13,7 +13,7 @@ import torch
 
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import run_command
-from eagle3.objective.model import MemoryPlan
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.planning.fitting import RESERVED, PlannedStream, best_layout, longest_context
 from eagle3.planning.step import Planned, Sizes
 

@@ -28,7 +28,8 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import run_command
 from eagle3.kernels.choice import Candidates, plain_values, settled
 from eagle3.kernels.proof import Demand
-from eagle3.objective.model import DraftObjective, MemoryPlan
+from eagle3.objective.model import DraftObjective
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import plan_sequence
 from eagle3.parallel.topology import Topology, stop_distributed
 

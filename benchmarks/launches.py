@@ -34,8 +34,8 @@ from tracing import Row, Trace, Tracer
 from eagle3.attention.ring import RingMode
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError, run_command
-from eagle3.objective.model import DraftObjective, MemoryPlan
-from eagle3.objective.recompute import Recompute
+from eagle3.objective.model import DraftObjective
+from eagle3.objective.recompute import MemoryPlan, Recompute
 from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import SequenceSharding, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed

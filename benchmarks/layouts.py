@@ -15,7 +15,8 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import BatchCounts, LossConfig, loss_value, step_weights, sum_counts, sum_sums
-from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
+from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed

@@ -23,7 +23,8 @@ from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import Demand
 from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
-from eagle3.objective.model import BatchMaker, DraftObjective, Kernels, MemoryPlan, MicroBatch
+from eagle3.objective.model import BatchMaker, DraftObjective, Kernels, MicroBatch
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import LastHidden, Rows

@@ -22,8 +22,8 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import exported_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.losses import LossConfig, loss_value
-from eagle3.objective.model import DraftObjective, MemoryPlan
-from eagle3.objective.recompute import Recompute
+from eagle3.objective.model import DraftObjective
+from eagle3.objective.recompute import MemoryPlan, Recompute
 from eagle3.objective.unroll import unroll
 from eagle3.parallel.sequence import Stream
 from eagle3.parallel.topology import Topology, stop_distributed

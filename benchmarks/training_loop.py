@@ -36,7 +36,8 @@ from eagle3.states.loader import Drawn, Reading, StreamLoader
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.text.samples import SampleSet
 from eagle3.training.checkpoint import Checkpoints
-from eagle3.training.engine import deepspeed_config, gradient_scale, scheduler, start_engine
+from eagle3.training.deepspeed_file import deepspeed_config
+from eagle3.training.engine import gradient_scale, scheduler, start_engine
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.trainer import Trainer
 from eagle3.training.watched import watched

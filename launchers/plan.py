@@ -36,8 +36,8 @@ def main() -> int:
         stream_samples(recipe.training.global_batch_size, data, recipe.training.accumulation)
     # Silently, because DeepSpeed logs to stdout that there is no GPU, and --json prints there.
     with slow_imports(quiet=True):
-        from eagle3.jobs.job import Prospect
         from eagle3.jobs.plan import DOES_NOT_FIT, FITS, plan, plan_text, planned_step
+        from eagle3.jobs.prospect import Prospect
 
     prospect = Prospect.of(recipe)
     planned = planned_step(prospect, options.gpus, options.deepspeed, packed=options.context is None)

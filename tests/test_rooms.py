@@ -1,5 +1,5 @@
-"""The order of imports between eagle3's folders, how many files a training step goes through, and that a recipe is
-resolved once."""
+"""The order of imports between eagle3's folders, what planning does without, how many files a training step goes
+through, and that a recipe is resolved once."""
 
 import ast
 import sys
@@ -30,6 +30,13 @@ def test_no_folder_imports_one_that_imports_it_back():
         others.discard(room)
     assert {"objective", "targets", "errors"} <= imports["jobs"], "imports are seen"
     TopologicalSorter(imports).prepare()  # raises CycleError, which names the circle
+
+
+def test_recipes_are_written_and_planned_without_megatron():
+    """Its import takes longer than all of the planning."""
+    script = "import sys, eagle3.jobs.new_recipe as module; print(module.__name__, 'megatron' in sys.modules)"
+    output = finish(launch(sys.executable, "-c", script))
+    assert "eagle3.jobs.new_recipe False" in output
 
 
 def test_a_stored_step_goes_through_twenty_files_and_the_recipe_is_resolved_once(tmp_path, topology, monkeypatch):

@@ -17,7 +17,8 @@ from eagle3.attention.cuda import flash_in_use
 from eagle3.console import Console, Progress, Say, counted, waiting
 from eagle3.durable import writing
 from eagle3.jobs.job import Job, start_target
-from eagle3.jobs.provenance import capture_record, provenance, store_encoding, store_provenance
+from eagle3.jobs.prospect import store_encoding
+from eagle3.jobs.provenance import capture_record, provenance, store_provenance
 from eagle3.jobs.supply import capture_target
 from eagle3.jobs.target_probe import own_probe
 from eagle3.kernels.choice import choose_kernels

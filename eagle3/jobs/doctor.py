@@ -10,7 +10,7 @@ import torch
 from eagle3.attention.cuda import take_installed_flash
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import SharedUserError, UserError
-from eagle3.jobs.job import Prospect
+from eagle3.jobs.prospect import Prospect
 from eagle3.jobs.verify import NOT_IN_BFLOAT16, read_case, read_tensors, relative_errors, run_case, tolerance
 from eagle3.kernels.choice import (
     NONE_RIGHT,

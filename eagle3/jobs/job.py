@@ -9,17 +9,16 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from eagle3.console import Say, Warned, counted, waiting
-from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, demo_shape, demo_target
-from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
-from eagle3.draft.derivation import derive_draft
+from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, demo_target
+from eagle3.draft.config import drafted_tokens
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
+from eagle3.jobs.prospect import Prospect, aux_layers_of, shape_draft
 from eagle3.parallel.topology import agreed, every_core
-from eagle3.recipe.schema import Draft, Recipe, Source
-from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
+from eagle3.recipe.schema import Recipe, Source
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.targets.transformers import TransformersTarget, load_target
 from eagle3.text.encode import SampleEncoder
@@ -31,34 +30,6 @@ from eagle3.text.template import Choices, read_template
 from eagle3.text.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 
 Answer = TypeVar("Answer")
-# Keys of model.draft that override the config.
-SHAPE = (
-    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("max_position_embeddings", "rope_parameters", "rms_norm_eps", "window"),
-)
-
-
-@dataclass(frozen=True)
-class Prospect:
-    """Everything that follows from a recipe and its target's config alone. A Job has the same fields."""
-
-    recipe: Recipe
-    shape: DraftConfig  # the draft's
-
-    @classmethod
-    def of(cls, recipe: Recipe, config: PretrainedConfig | None = None) -> "Prospect":
-        """Derive the draft's shape. Raises UserError if none can be derived.
-
-        config: config of the target's language part. Default: read it or, for `demo`, build the one that the
-            quickstart's target will have.
-        """
-        model = recipe.model
-        config = config or (
-            LlamaConfig(**demo_shape(model.demo))
-            if model.target == "demo"
-            else target_config(model.target, revision=model.revision, trust_remote_code=model.trust_model_code)
-        )
-        return cls(recipe, _shape_draft(recipe, config))
 
 
 @dataclass(frozen=True)
@@ -74,7 +45,7 @@ class KnownTarget:
     @cached_property
     def aux_layers(self) -> tuple[int, int, int]:
         """The target layers that the draft reads. Raises UserError if the recipe names layers that do not exist."""
-        return _aux_layers(self.recipe, self.config)
+        return aux_layers_of(self.recipe, self.config)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -107,12 +78,11 @@ class Inputs(KnownTarget):
 
 
 @dataclass(frozen=True)
-class Job(Inputs):
+class Job(Inputs, Prospect):
     """The inputs, and the draft that follows from them and the recipe."""
 
     vocabulary: DraftVocabulary
     coverage: float  # share of the supervised training tokens that are in the draft vocabulary
-    shape: DraftConfig
 
 
 def _first_on_a_node(work: Callable[..., Answer]) -> Callable[..., Answer]:
@@ -259,11 +229,6 @@ def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
     return target.folder
 
 
-def _aux_layers(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int]:
-    layers = recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers, target.model_type)
-    return check_aux_layers(layers, target.num_hidden_layers)
-
-
 def start_target(
     known: KnownTarget,
     device: torch.device,
@@ -318,37 +283,5 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
         "tokens"
     )
     return Job.grown(
-        inputs, vocabulary=vocabulary, coverage=share, shape=_shape_draft(inputs.recipe, inputs.config, vocabulary)
+        inputs, vocabulary=vocabulary, coverage=share, shape=shape_draft(inputs.recipe, inputs.config, vocabulary)
     )
-
-
-def _shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocabulary | None = None) -> DraftConfig:
-    """The draft's shape, from model.draft.config or else from the target's config. Keys of model.draft override both.
-
-    vocabulary: the draft vocabulary, if it is already chosen
-    """
-    draft = recipe.model.draft
-    changes = {name: getattr(draft, name) for name in SHAPE}
-    if draft.rope_parameters is not None:
-        changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **draft.rope_parameters}
-    if draft.config is not None:
-        config = read_draft_config(draft.config)
-        changes = {name: getattr(config, name) if value is None else value for name, value in changes.items()}
-    shape = derive_draft(
-        target,
-        draft_vocab_size=vocabulary.size if vocabulary else drafted_tokens(draft.vocab_size, target.vocab_size),
-        aux_layers=_aux_layers(recipe, target),
-        vocab_size=len(vocabulary.t2d) if vocabulary else target.vocab_size,
-        fc_norm=draft.fc_norm,
-        norm_output=draft.norm_output,
-        **changes,
-    )
-    origin = "model.draft.window" if draft.config is None or draft.window is not None else str(draft.config)
-    shape.check_chain(recipe.training.ttt_steps, "training.ttt_steps", origin)
-    shape.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
-    return shape
-
-
-def draft_window(draft: Draft) -> int | None:
-    """How many keys a query of the draft can see; None for all."""
-    return read_draft_config(draft.config).window if draft.window is None and draft.config else draft.window

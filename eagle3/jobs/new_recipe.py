@@ -9,9 +9,8 @@ import yaml
 from eagle3.console import data_size
 from eagle3.draft.config import DraftConfig, drafted_tokens
 from eagle3.errors import UserError
-from eagle3.jobs.job import Prospect
 from eagle3.jobs.plan import planned_step, seen_share
-from eagle3.jobs.provenance import store_encoding
+from eagle3.jobs.prospect import Prospect, store_encoding
 from eagle3.planning.fitting import RESERVED, Fitted, PlannedStream, best_layout, longest_of_any_layout
 from eagle3.planning.step import Planned, step_seconds
 from eagle3.recipe.loading import apply_override, checked_recipe

@@ -7,56 +7,22 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from eagle3.console import data_size
-from eagle3.errors import UserError
-from eagle3.jobs.job import Job, Prospect, find_target
-from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store, store_encoding
-from eagle3.objective.model import MemoryPlan
-from eagle3.parallel.sizes import check_sizes, read_job_size
+from eagle3.jobs.prospect import Prospect, store_encoding
+from eagle3.objective.recompute import MemoryPlan
+from eagle3.parallel.sizes import check_sizes
 from eagle3.planning.fitting import MOST_TOKENS, RESERVED, PlannedStream, best_layout, longest_context, variants
 from eagle3.planning.memory import host_bytes, rank_bytes
 from eagle3.planning.step import Machine, Planned, Sizes, sent_bytes, step_flops, step_seconds
 from eagle3.recipe.schema import Memory, Recipe, Spans
 from eagle3.states.capture import token_bytes
 from eagle3.states.store.shard import Encoding
-from eagle3.training.engine import deepspeed_config
+from eagle3.training.deepspeed_file import deepspeed_config
 
 FITS, DOES_NOT_FIT = "fits", "DOES NOT FIT"
 BLOCK_MIB, CPU_BLOCK_MIB = 1024, 64  # defaults; on a CPU, smaller blocks stay in its caches
 
 
-def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
-    """Describe the recipe's layout on this job in one line.
-
-    job: `NxP`, i.e. N nodes with P processes each
-
-    Raises UserError if the recipe does not fit the job, or if traffic that should stay inside a node would leave it.
-    """
-    (nodes, processes), sizes = read_job_size(job), recipe.parallelism
-    data = check_sizes("parallelism", sizes.tensor, sizes.ulysses, sizes.ring, nodes * processes)
-    inside = sizes.tensor * sizes.ulysses
-    if nodes > 1 and processes % inside:
-        raise UserError(
-            f"parallelism: tensor {sizes.tensor} x ulysses {sizes.ulysses} would cross nodes of {processes} "
-            f"processes; let their product divide {processes}, and use parallelism.ring between nodes"
-        )
-    samples = deepspeed_config(deepspeed_file, recipe.training, data)["train_micro_batch_size_per_gpu"]
-    here = Path(recipe.model.target).is_dir()  # a hub id is left for the job to check: its nodes may have the files
-    if here or recipe.model.target == "demo":
-        Prospect.of(recipe).shape.check_parallel(sizes.tensor, sizes.ulysses)
-    if recipe.hidden_states.mode == "stored":
-        require_fitting_settings(recipe)
-        if here:
-            require_fitting_store(find_target(recipe, torch.device("cpu"), say=lambda line: None))
-    crosses = "crosses nodes" if nodes > 1 and inside * sizes.ring > processes else "inside a node"
-    return (
-        f"{nodes} node{'s' * (nodes > 1)} of {processes} process{'es' * (processes > 1)}: tensor {sizes.tensor} x "
-        f"ulysses {sizes.ulysses} inside a node, ring {sizes.ring} {crosses}, data {data}; "
-        f"{recipe.training.global_batch_size} samples a step, {samples} in each of {data} x "
-        f"{recipe.training.accumulation} streams"
-    )
-
-
-def planned_step(prospect: Prospect | Job, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
+def planned_step(prospect: Prospect, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
     """The plan of one micro-batch on `gpus` GPUs. Raises UserError for an impossible layout.
 
     packed: plan the streams that the recipe packs; its batch must then divide evenly among the ranks

@@ -2,14 +2,13 @@
 
 import datetime
 import hashlib
-from typing import Any
 
-from eagle3.jobs.job import Inputs, Job, KnownTarget, Prospect, draft_window
+from eagle3.jobs.job import Inputs, Job, KnownTarget
+from eagle3.jobs.prospect import stored_settings
 from eagle3.preflight.sameness import ABSENT, versions
 from eagle3.recipe.schema import Recipe
 from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import WINDOW, Provenance, has_shards, read_manifest, read_own_manifest
-from eagle3.states.store.shard import Encoding
 from eagle3.text.encode import tokenizer_identity
 from eagle3.text.samples import Spans
 
@@ -49,7 +48,7 @@ def provenance(job: Job) -> Provenance:
 
 def store_provenance(job: Job) -> Provenance:
     """The settings with which a store must have been captured to serve this job."""
-    return {**provenance(job), **_written(job.recipe)}
+    return {**provenance(job), **stored_settings(job.recipe)}
 
 
 def has_captured(path: str) -> bool:
@@ -62,7 +61,7 @@ def require_fitting_settings(recipe: Recipe) -> None:
     """Raises UserError if the store at hidden_states.path was written with settings that this recipe cannot read."""
     teacher = "logits" if recipe.target.teacher == "logits" else None
     rows = dict.fromkeys(WINDOW)  # a run that needs all rows has no window
-    settings = {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **_written(recipe)}
+    settings = {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **stored_settings(recipe)}
     _compare(recipe.hidden_states.path, settings)
 
 
@@ -76,22 +75,6 @@ def require_fitting_store(known: KnownTarget) -> None:
 def _compare(path: str, expected: Provenance) -> None:
     files = open_files(path)
     read_own_manifest(files, {**read_manifest(files).provenance, **expected})
-
-
-def _written(recipe: Recipe) -> dict[str, Any]:
-    """The settings that a store records in addition to its provenance: how rows are encoded and, unless training may
-    read every row, which rows are stored."""
-    hidden, window = recipe.hidden_states, draft_window(recipe.model.draft)
-    every_row = window is None or recipe.parallelism.query_selection == "all"
-    rows = {} if every_row else {"window": window, "ttt_steps": recipe.training.ttt_steps}
-    return {"codec": hidden.codec, "dtype": hidden.dtype, **rows}
-
-
-def store_encoding(prospect: Prospect | Job) -> Encoding:
-    """How rows are encoded in a store for this job."""
-    recipe, shape = prospect.recipe, prospect.shape
-    width = shape.draft_vocab_size if recipe.target.teacher == "logits" else None
-    return Encoding(hidden_size=shape.target_hidden_size, teacher_width=width, **_written(recipe))
 
 
 def spans_of(recipe: Recipe) -> Spans | None:

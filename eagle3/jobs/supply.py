@@ -14,7 +14,8 @@ from eagle3.console import Say, waiting
 from eagle3.durable import publish, writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.jobs.job import Inputs, Job, start_target
-from eagle3.jobs.provenance import spans_of, store_encoding, store_provenance
+from eagle3.jobs.prospect import store_encoding
+from eagle3.jobs.provenance import spans_of, store_provenance
 from eagle3.jobs.target_probe import (
     FILE,
     PROBE_TOKENS,

@@ -41,7 +41,8 @@ from eagle3.targets.logits import TargetHead
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import save_vocabulary
 from eagle3.training.checkpoint import Checkpoints, written_otherwise
-from eagle3.training.engine import deepspeed_config, full_weights, gradient_scale, scheduler, start_engine
+from eagle3.training.deepspeed_file import deepspeed_config
+from eagle3.training.engine import full_weights, gradient_scale, scheduler, start_engine
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.tracking import memory_gib, require_account

@@ -16,14 +16,16 @@ from eagle3.errors import UserError
 from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import Demand
 from eagle3.objective.losses import BatchCounts, LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
-from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
+from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.schema import Training
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.targets.logits import summarize_teacher
 from eagle3.text.vocabulary import DraftVocabulary
-from eagle3.training.engine import deepspeed_config, full_gradients, gradient_scale, start_engine
+from eagle3.training.deepspeed_file import deepspeed_config
+from eagle3.training.engine import full_gradients, gradient_scale, start_engine
 
 # Relative to the largest entry of the compared tensor. fp64 is no tighter because the reference gradients are fp32.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2}

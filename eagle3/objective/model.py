@@ -11,8 +11,8 @@ from eagle3.attention.block import BlockKernels
 from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
-from eagle3.objective.distill import BLOCK_BYTES, Distilled, LossBlocks, StepWeights, Teacher, distill
-from eagle3.objective.recompute import Recompute, chunk_tokens
+from eagle3.objective.distill import Distilled, LossBlocks, StepWeights, Teacher, distill
+from eagle3.objective.recompute import MemoryPlan, chunk_tokens
 from eagle3.objective.softmaxes import LossKernel
 from eagle3.objective.streaming import Residence, StreamedRows
 from eagle3.objective.unroll import UnrollInputs, unroll, unroll_inputs
@@ -89,14 +89,6 @@ class BatchMaker:
         )
         inputs = unroll_inputs(stream, plan, len(plan.query_of), rows.aux.to(self.dtype))
         return MicroBatch(inputs, teacher, plan.query_of, stream.tokens).map(pinned, pinned)
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """What a step saves, and how much it works on at once."""
-
-    recompute: Recompute = "none"  # see Step
-    block_bytes: int = BLOCK_BYTES  # size of the loss's blocks, and of the chunks of position-wise work
 
 
 @dataclass(frozen=True)

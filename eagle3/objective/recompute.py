@@ -17,8 +17,17 @@ from torch import Tensor
 from eagle3.attention.ring import Exchange, SharedKeyValue
 from eagle3.attention.ttt import KeyValue
 from eagle3.draft.config import DraftConfig
+from eagle3.objective.distill import BLOCK_BYTES
 
 Recompute = Literal["none", "attention_kept", "full"]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a step saves, and how much it works on at once."""
+
+    recompute: Recompute = "none"  # see Step
+    block_bytes: int = BLOCK_BYTES  # size of the loss's blocks, and of the chunks of position-wise work
 
 
 def chunk_token_bytes(config: DraftConfig, tensor: int, dtype: torch.dtype) -> int:

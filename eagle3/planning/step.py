@@ -10,7 +10,7 @@ import torch
 
 from eagle3.attention.ring import RingMode
 from eagle3.draft.config import DraftConfig
-from eagle3.objective.model import MemoryPlan
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import QuerySelection, SequencePlan, Stream
 

@@ -1,10 +1,13 @@
-"""Reads the DeepSpeed file, fills it in from the recipe, and refuses it if the two disagree. Does not import
-DeepSpeed."""
+"""Reads the DeepSpeed file, fills it in from the recipe, and refuses it if the two disagree. Imports
+DeepSpeed only to check the keys that DeepSpeed reads."""
 
+import inspect
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from eagle3.errors import SharedUserError
 from eagle3.parallel.sizes import stream_samples
@@ -55,6 +58,27 @@ def read_deepspeed_file(path: Path, training: Training, data_ranks: int) -> dict
     return config
 
 
+def deepspeed_config(path: Path, training: Training, data_ranks: int) -> dict[str, Any]:
+    """Reads a DeepSpeed config file and fills it in from the recipe. Raises UserError if the two disagree, or if
+    DeepSpeed or torch does not know a key of ZeRO or AdamW."""
+    import torch
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    config = read_deepspeed_file(path, training, data_ranks)
+    zero = config["zero_optimization"]
+    known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
+    _refuse_unknown(path, "zero_optimization.", zero, known, "ZeRO has no such key in this DeepSpeed")
+    try:
+        DeepSpeedZeroConfig(**zero)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("zero_optimization", *first["loc"][:1])))
+        raise SharedUserError(f"{path}: {key}: {first['msg']:.300}; see DeepSpeed's documentation") from error
+    known = [*inspect.signature(torch.optim.AdamW).parameters, "torch_adam", "adam_w_mode"]
+    _refuse_unknown(path, "optimizer.params.", config["optimizer"]["params"], known, "AdamW has no such parameter")
+    return config
+
+
 def _fill(path: Path, config: dict[str, Any], key: str, value: Any) -> None:
     *sections, name = key.split(".")
     for section in sections:
@@ -75,7 +99,7 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
             raise SharedUserError(
                 f"{path}: {section}: {config[section]!r} is not a section; compare ds_configs/zero2.json"
             )
-    refuse_unknown(path, "", config, (*OURS, *DEEPSPEEDS), "this project uses nothing of that name")
+    _refuse_unknown(path, "", config, (*OURS, *DEEPSPEEDS), "this project uses nothing of that name")
     zero = config.get("zero_optimization", {})
     stage = zero.get("stage", 0)
     if stage not in (1, 2):
@@ -97,7 +121,7 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
             )
 
 
-def refuse_unknown(path: Path, section: str, values: dict[str, Any], known: Sequence[str], what: str) -> None:
+def _refuse_unknown(path: Path, section: str, values: dict[str, Any], known: Sequence[str], what: str) -> None:
     """Raises UserError for an unknown key in the section. DeepSpeed itself ignores most unknown keys."""
     for key in values:
         if key not in known:

@@ -1,49 +1,24 @@
 """The DeepSpeed engine: fills in its config from the recipe, passes it the topology's groups and a learning-rate
 schedule, and reads back whole gradients and weights."""
 
-import inspect
 import logging
 import math
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.checkpoint import constants
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
-from pydantic import ValidationError
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from eagle3.draft.interchange import is_cut
 from eagle3.draft.model import Eagle3Draft
-from eagle3.errors import SharedUserError
 from eagle3.objective.model import DraftObjective
 from eagle3.parallel.topology import DeepSpeedGroups, Topology
-from eagle3.recipe.schema import Training
-from eagle3.training.deepspeed_file import read_deepspeed_file, refuse_unknown
-
-
-def deepspeed_config(path: Path, training: Training, data_ranks: int) -> dict[str, Any]:
-    """Reads a DeepSpeed config file and fills it in from the recipe. Raises UserError if the two disagree, or if
-    DeepSpeed or torch does not know a key of ZeRO or AdamW."""
-    config = read_deepspeed_file(path, training, data_ranks)
-    zero = config["zero_optimization"]
-    known = [field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()]
-    refuse_unknown(path, "zero_optimization.", zero, known, "ZeRO has no such key in this DeepSpeed")
-    try:
-        DeepSpeedZeroConfig(**zero)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, ("zero_optimization", *first["loc"][:1])))
-        raise SharedUserError(f"{path}: {key}: {first['msg']:.300}; see DeepSpeed's documentation") from error
-    known = [*inspect.signature(torch.optim.AdamW).parameters, "torch_adam", "adam_w_mode"]
-    refuse_unknown(path, "optimizer.params.", config["optimizer"]["params"], known, "AdamW has no such parameter")
-    return config
 
 
 def start_engine(

@@ -10,7 +10,7 @@ from places import RECIPES, ZERO2
 from tiny_run import finish, launch
 
 from eagle3.errors import UserError
-from eagle3.jobs.plan import check_layout
+from eagle3.jobs.layout import check_layout
 from eagle3.recipe.loading import load_recipe
 
 

@@ -15,7 +15,7 @@ from training_path import Trained, train_case
 
 from eagle3.draft.config import DraftConfig
 from eagle3.objective.losses import LossConfig
-from eagle3.objective.model import MemoryPlan
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.topology import Topology
 
 # Tolerances relative to a tensor's largest entry.

@@ -11,7 +11,8 @@ from live_bytes import LargestTensor, LiveBytes, device_tensors
 from training_path import batch_counts, batch_weights, load_draft, stream_batch, train_case
 
 from eagle3.objective.losses import LossConfig
-from eagle3.objective.model import DraftObjective, MemoryPlan
+from eagle3.objective.model import DraftObjective
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import StreamedRows
 from eagle3.objective.unroll import unroll
 

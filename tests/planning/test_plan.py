@@ -9,7 +9,7 @@ import torch
 from layouts import draft_config
 from tiny_run import make_target, write_recipe
 
-from eagle3.objective.model import MemoryPlan
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.planning.fitting import PlannedStream, best_layout, layouts, longest_context
 from eagle3.planning.memory import engine_bytes, rank_bytes

@@ -9,11 +9,12 @@ from live_bytes import LiveBytes, device_tensors
 from memory import full_width
 from places import ZERO2
 
-from eagle3.objective.model import MemoryPlan
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.planning.memory import host_bytes, rank_bytes, step_bytes
 from eagle3.planning.step import Planned, Share, Sizes
 from eagle3.recipe.schema import Training
-from eagle3.training.engine import deepspeed_config, start_engine
+from eagle3.training.deepspeed_file import deepspeed_config
+from eagle3.training.engine import start_engine
 
 BLOCK = 2**21
 STREAMS = {

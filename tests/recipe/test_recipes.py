@@ -26,7 +26,6 @@ from eagle3.draft.derivation import derive_draft, derived_rope
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
 from eagle3.jobs.claims import Claim, Claims, read_claims, recipes_table
-from eagle3.jobs.job import Prospect
 from eagle3.jobs.new_recipe import (
     BEGIN,
     GPU_BYTES,
@@ -37,6 +36,7 @@ from eagle3.jobs.new_recipe import (
     rope_in_words,
 )
 from eagle3.jobs.plan import planned_step
+from eagle3.jobs.prospect import Prospect
 from eagle3.planning.fitting import RESERVED, PlannedStream
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe

@@ -17,7 +17,7 @@ from sglang_cpu.environment import sglang_environment
 from test_sglang_capture import ALLOWED
 
 from eagle3.draft.config import DraftConfig
-from eagle3.jobs.job import Prospect
+from eagle3.jobs.prospect import Prospect
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.aux_layers import default_aux_layers
 from eagle3.targets.checkpoint import target_config

@@ -10,8 +10,8 @@ from sharded_cases import STEPS, Sharded
 from training_path import batch_counts, batch_weights, load_draft, stream_batch
 
 from eagle3.attention.ring import RingMode
-from eagle3.objective.model import DraftObjective, MemoryPlan
-from eagle3.objective.recompute import Recompute
+from eagle3.objective.model import DraftObjective
+from eagle3.objective.recompute import MemoryPlan, Recompute
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.planning.step import Planned, Share, Sizes, Traffic, sent_bytes

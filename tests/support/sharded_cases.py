@@ -9,7 +9,7 @@ from typing import Any
 from definition import Case, Document, random_case
 
 from eagle3.objective.losses import LossConfig
-from eagle3.objective.model import MemoryPlan
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import SequenceSharding
 
 AXES = {

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from training_path import TeacherKind, Trained, train_case
 
 from eagle3.objective.losses import LossConfig
-from eagle3.objective.model import MemoryPlan
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology, start_distributed, stop_distributed

@@ -13,7 +13,8 @@ from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weigh
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import BatchCounts, LossConfig, Metrics, batch_metrics, step_weights, sum_counts, sum_sums
-from eagle3.objective.model import BatchMaker, DraftObjective, MemoryPlan, MicroBatch
+from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
+from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology

@@ -11,7 +11,8 @@ from eagle3.objective.losses import batch_metrics, sum_sums
 from eagle3.objective.model import DraftObjective
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.schema import Training
-from eagle3.training.engine import deepspeed_config, full_weights, gradient_scale, start_engine
+from eagle3.training.deepspeed_file import deepspeed_config
+from eagle3.training.engine import full_weights, gradient_scale, start_engine
 
 STEPS, TTT_STEPS, STREAMS = 10, 2, 4
 LEARNING_RATE = 2e-3

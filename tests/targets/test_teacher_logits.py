@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from eagle3.errors import UserError
 from eagle3.jobs.capture import ShareCourse
 from eagle3.jobs.job import start_target
-from eagle3.jobs.provenance import provenance, store_encoding, store_provenance
+from eagle3.jobs.prospect import store_encoding
+from eagle3.jobs.provenance import provenance, store_provenance
 from eagle3.jobs.train import train
 from eagle3.objective.distill import Teacher
 from eagle3.parallel.sequence import SequenceSharding

@@ -30,7 +30,7 @@ from eagle3.text.chat import PRIVATE_USE, encode_conversation
 from eagle3.text.conversations import Conversation, read_conversations
 from eagle3.text.prepare import prepare_samples
 from eagle3.text.template import Unusable
-from eagle3.training.engine import deepspeed_config
+from eagle3.training.deepspeed_file import deepspeed_config
 from eagle3.training.run_folder import RunFolder
 
 

@@ -16,7 +16,8 @@ from eagle3.errors import UserError
 from eagle3.objective.model import DraftObjective
 from eagle3.recipe.schema import Training
 from eagle3.training.checkpoint import Checkpoints
-from eagle3.training.engine import deepspeed_config, full_weights, scheduler, start_engine, warmup_cosine
+from eagle3.training.deepspeed_file import deepspeed_config
+from eagle3.training.engine import full_weights, scheduler, start_engine, warmup_cosine
 from eagle3.training.run_folder import RunFolder
 
 RUN = "0123456789abcdef" * 2

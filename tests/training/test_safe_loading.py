@@ -23,7 +23,8 @@ from eagle3.objective.model import DraftObjective
 from eagle3.patches import FORBID, FORCE
 from eagle3.recipe.schema import Training
 from eagle3.training.checkpoint import Checkpoints, _converted
-from eagle3.training.engine import deepspeed_config, scheduler, start_engine
+from eagle3.training.deepspeed_file import deepspeed_config
+from eagle3.training.engine import scheduler, start_engine
 from eagle3.training.safe_loading import convert, plain_loads, require_obedience, require_plain
 
 FILES = ("mp_rank_*_model_states.pt", "*_optim_states.pt")

@@ -17,7 +17,8 @@ from eagle3.objective.model import DraftObjective
 from eagle3.patches import NormLimit
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Training
-from eagle3.training.engine import deepspeed_config, scheduler, start_engine
+from eagle3.training.deepspeed_file import deepspeed_config
+from eagle3.training.engine import scheduler, start_engine
 
 LIMIT = 1e6
 

@@ -1,0 +1,99 @@
+"""What follows from a recipe and its target's config alone. Needs neither Megatron nor any data, so that recipes are
+written and plans are made in seconds."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import LlamaConfig, PretrainedConfig
+
+from eagle3.demo.target import demo_shape
+from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
+from eagle3.draft.derivation import derive_draft
+from eagle3.recipe.schema import Draft, Recipe
+from eagle3.states.store.shard import Encoding
+from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
+from eagle3.targets.checkpoint import target_config
+from eagle3.text.vocabulary import DraftVocabulary
+
+# Keys of model.draft that override the config.
+SHAPE = (
+    *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("max_position_embeddings", "rope_parameters", "rms_norm_eps", "window"),
+)
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """Everything that follows from a recipe and its target's config alone. A Job is one too."""
+
+    recipe: Recipe
+    shape: DraftConfig  # the draft's
+
+    @classmethod
+    def of(cls, recipe: Recipe, config: PretrainedConfig | None = None) -> "Prospect":
+        """Derive the draft's shape. Raises UserError if none can be derived.
+
+        config: config of the target's language part. Default: read it or, for `demo`, build the one that the
+            quickstart's target will have.
+        """
+        model = recipe.model
+        config = config or (
+            LlamaConfig(**demo_shape(model.demo))
+            if model.target == "demo"
+            else target_config(model.target, revision=model.revision, trust_remote_code=model.trust_model_code)
+        )
+        return Prospect(recipe, shape_draft(recipe, config))
+
+
+def shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocabulary | None = None) -> DraftConfig:
+    """The draft's shape, from model.draft.config or else from the target's config. Keys of model.draft override both.
+
+    vocabulary: the draft vocabulary, if it is already chosen
+    """
+    draft = recipe.model.draft
+    changes = {name: getattr(draft, name) for name in SHAPE}
+    if draft.rope_parameters is not None:
+        changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **draft.rope_parameters}
+    if draft.config is not None:
+        config = read_draft_config(draft.config)
+        changes = {name: getattr(config, name) if value is None else value for name, value in changes.items()}
+    shape = derive_draft(
+        target,
+        draft_vocab_size=vocabulary.size if vocabulary else drafted_tokens(draft.vocab_size, target.vocab_size),
+        aux_layers=aux_layers_of(recipe, target),
+        vocab_size=len(vocabulary.t2d) if vocabulary else target.vocab_size,
+        fc_norm=draft.fc_norm,
+        norm_output=draft.norm_output,
+        **changes,
+    )
+    origin = "model.draft.window" if draft.config is None or draft.window is not None else str(draft.config)
+    shape.check_chain(recipe.training.ttt_steps, "training.ttt_steps", origin)
+    shape.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
+    return shape
+
+
+def aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int]:
+    """The target layers that the draft reads. Raises UserError if the recipe names layers that do not exist."""
+    layers = recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers, target.model_type)
+    return check_aux_layers(layers, target.num_hidden_layers)
+
+
+def draft_window(draft: Draft) -> int | None:
+    """How many keys a query of the draft can see; None for all."""
+    return read_draft_config(draft.config).window if draft.window is None and draft.config else draft.window
+
+
+def stored_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings that a store records in addition to its provenance: how rows are encoded and, unless training may
+    read every row, which rows are stored."""
+    hidden, window = recipe.hidden_states, draft_window(recipe.model.draft)
+    every_row = window is None or recipe.parallelism.query_selection == "all"
+    rows = {} if every_row else {"window": window, "ttt_steps": recipe.training.ttt_steps}
+    return {"codec": hidden.codec, "dtype": hidden.dtype, **rows}
+
+
+def store_encoding(prospect: Prospect) -> Encoding:
+    """How rows are encoded in a store."""
+    recipe, shape = prospect.recipe, prospect.shape
+    width = shape.draft_vocab_size if recipe.target.teacher == "logits" else None
+    return Encoding(hidden_size=shape.target_hidden_size, teacher_width=width, **stored_settings(recipe))
