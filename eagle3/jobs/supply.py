@@ -173,7 +173,8 @@ def hook_settings(job: Job) -> HookSettings:
 
 def server_line(job: Job) -> str:
     """The command line, as a person would type it, that starts a capturing server for this job."""
-    return as_typed(server_command(*_capture_engine(job), SERVER_PORT))
+    options, flags = _capture_engine(job)
+    return as_typed(server_command(options, flags, SERVER_PORT), options.variables())
 
 
 def _capture_engine(job: Job) -> tuple[EngineOptions, list[str]]:

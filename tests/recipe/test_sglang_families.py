@@ -19,6 +19,7 @@ from test_sglang_capture import ALLOWED
 from eagle3.draft.config import DraftConfig
 from eagle3.jobs.prospect import Prospect
 from eagle3.recipe.loading import load_recipe
+from eagle3.states.rows import Rows
 from eagle3.targets.aux_layers import default_aux_layers
 from eagle3.targets.checkpoint import target_config
 from eagle3.targets.sglang.version import EAGLE3_TARGETS, LIST_TARGETS, eagle3_targets
@@ -27,7 +28,25 @@ from eagle3.targets.transformers import load_target
 pytestmark = pytest.mark.sglang
 
 # In addition to the four families of test_sglang_capture.
-COMPARED = ("qwen2.5-7b", "phi-4", "glm-4.5-air", "deepseek-v2-lite", "kimi-k2", "gemma-3-27b")
+COMPARED = (
+    *("qwen2.5-7b", "phi-4", "glm-4.5-air", "glm-4.7-flash", "deepseek-v2-lite", "kimi-k2", "kimi-k2.5"),
+    *("gemma-3-27b", "gemma-4-31b", "gemma-4-26b-a4b", "qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b"),
+)
+# Tensors that transformers does not save under the names of the published checkpoints, which alone SGLang knows.
+PUBLISHED = {
+    "gemma-3-27b": {"vision_tower.": "vision_tower.vision_model."},
+    "kimi-k2.5": {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+        "model.mm_projector.": "mm_projector.",
+    },
+}
+# Their image processors, without which SGLang serves text alone, are not among the test data.
+TEXT_ALONE = ("kimi-k2.5", "gemma-4-31b", "gemma-4-26b-a4b", "qwen3.5-27b", "qwen3.5-35b-a3b")
+# SGLang's norms inside latent attention take the config's eps, where transformers takes 1e-6.
+EPS_OF_ITS_OWN = ("glm-4.7-flash", "kimi-k2.5")
+# Linear attention, and attention whose scores are not scaled, multiply rounding errors.
+ROUNDS_MORE = ("gemma-4-31b", "gemma-4-26b-a4b", "qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b")
 
 
 def in_sglang(*command: str) -> list | dict:
@@ -85,35 +104,57 @@ def test_a_new_recipe_asks_the_sglang_that_is_installed_and_says_so_if_it_cannot
     assert "cannot be asked which targets it serves (SystemError: no driver)" in lines[0]
 
 
-def as_published(target: Path) -> None:
-    """Gives the weights of Gemma-3's vision tower the names that they have in its published checkpoints, which alone
-    SGLang knows."""
+def make_comparable_target(recipe: str, folder: Path) -> Path:
+    """A tiny target of which SGLang on a CPU computes the same as transformers."""
+    target = make_family_target(recipe, folder)
+    config = json.loads((target / "config.json").read_text())
+    own = config.get("text_config", config)
+    config["experts_implementation"] = "eager"  # in transformers; its usual one has no fp64
+    if recipe in TEXT_ALONE:
+        config["language_model_only"] = True
+    if recipe in EPS_OF_ITS_OWN:
+        own["rms_norm_eps"] = 1e-6
+    (target / "config.json").write_text(json.dumps(config))
     for file in target.glob("*.safetensors"):
         tensors = load_file(file)
-        names = {name: name.replace("vision_tower.", "vision_tower.vision_model.") for name in tensors}
-        save_file({names[name]: tensor for name, tensor in tensors.items()}, file, {"format": "pt"})
+        for old, new in PUBLISHED.get(recipe, {}).items():
+            tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+        if recipe == "gemma-4-26b-a4b":
+            # Only its CUDA code scales a router's input, by router.scale / sqrt(hidden size); this is 1.
+            root = own["hidden_size"] ** 0.5
+            tensors |= {name: torch.full_like(tensors[name], root) for name in tensors if name.endswith("router.scale")}
+        save_file(tensors, file, {"format": "pt"})
+    return target
+
+
+def rounding(target: Path, prompts: list[torch.Tensor], rows: list[Rows]) -> float:
+    """The largest error of these fp32 rows."""
+    exact = load_target(target, dtype="float64").prefill(prompts)
+    return max(max(largest_errors(*pair).values()) for pair in zip(rows, exact, strict=True))
 
 
 @pytest.mark.parametrize("recipe", COMPARED)
 def test_captured_hidden_states_are_those_of_transformers(recipe, tmp_path):
     """Gemma-3, on two ranks, calls its language model with embeddings, has a tied head that is whole on each rank, and
-    SGLang leaves the residual stream out of what it captures there."""
-    model, tensor = make_family_target(recipe, tmp_path / "target"), 1
-    if recipe == "gemma-3-27b":
-        as_published(model)
-        tensor = 2
+    SGLang leaves the residual stream out of what it captures there. Where rounding is larger than usual, the bound is
+    three times that of transformers: each side may have as much."""
+    model, tensor = make_comparable_target(recipe, tmp_path / "target"), 2 if recipe == "gemma-3-27b" else 1
     settings = hook_of(tmp_path / "spool", model)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (17, 5, 200, 31)]
     own = load_target(model)
     expected, layers = own.prefill(prompts), own.aux_layers
+    allowed = 3 * rounding(model, prompts, expected) if recipe in ROUNDS_MORE else ALLOWED
+    # The second flag is for the states of linear attention, which would otherwise get about half of the memory.
     with (
-        capturing_server(model, settings, layers, tensor=tensor) as server,
+        capturing_server(
+            model, settings, layers, ["--max-mamba-cache-size", "64"], tensor=tensor, memory_fraction=0.5
+        ) as server,
         target_behind([server.url], settings, layers, vocab_size=own.vocab_size) as target,
     ):
         for mine, other in zip(target.prefill(prompts), expected, strict=True):
             errors = largest_errors(mine, other)
-            assert errors.pop("argmax") == 0 and max(errors.values()) < ALLOWED, errors
+            assert errors.pop("argmax") == 0 and max(errors.values()) < allowed, errors
 
 
 def test_sglang_rotates_every_draft_as_training_does_at_the_size_of_the_model(tmp_path):

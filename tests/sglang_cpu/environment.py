@@ -15,6 +15,8 @@ def sglang_environment(tensor_parallel: int = 1) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         # compiling gpt-oss's activation takes longer than the tests
         "TORCH_COMPILE_DISABLE": "1",
+        # two kernels of the Qwen3.5 and Qwen3-Next families exist in Triton alone
+        "TRITON_INTERPRET": "1",
     }
     if tensor_parallel > 1:
         # one core per rank; otherwise SGLang would count NUMA nodes, and refuse more ranks than these

@@ -73,6 +73,12 @@ VISION_SIZES = {
     "projector_input_dim": 32,
     "projector_output_dim": 32,
     "vision_output_dim": 32,
+    "vt_hidden_size": 32,
+    "vt_intermediate_size": 64,
+    "vt_num_hidden_layers": 2,
+    "vt_num_attention_heads": 4,
+    "mm_hidden_size": 32,
+    "text_hidden_size": SIZES["hidden_size"],
 }
 CHATML = {
     "special_tokens": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
@@ -145,8 +151,11 @@ def tiny_config(recipe: str, tokenizer: PreTrainedTokenizerFast) -> dict[str, An
         lists = {name: values for name, values in part.items() if isinstance(values, list) and len(values) == layers}
         part |= {name: values[:LAYERS] for name, values in lists.items()}  # of one value for each layer
     own |= {"vocab_size": PADDED_VOCABULARY, "initializer_range": 0.1}
-    if "vision_config" in whole:
-        whole["vision_config"] |= {name: size for name, size in VISION_SIZES.items() if name in whole["vision_config"]}
+    if vision := whole.get("vision_config"):
+        vision |= {name: size for name, size in VISION_SIZES.items() if name in vision}
+        if "vt_hidden_size" in vision:  # Kimi-K2.5, whose sizes transformers knows by other names
+            vision |= {name.removeprefix("vt_"): size for name, size in vision.items() if name.startswith("vt_")}
+            whole["projection_hidden_size"] = vision["mm_hidden_size"]
     if "mm_tokens_per_image" in whole:
         whole["mm_tokens_per_image"] = 4
     spare = iter(range(VOCABULARY, PADDED_VOCABULARY))  # no tokenizer gives these

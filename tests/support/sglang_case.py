@@ -1,7 +1,7 @@
 """What tests of real SGLang share: its environment, capturing servers of tiny targets, and a target that uses them."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,9 +54,12 @@ def whole(ids: torch.Tensor) -> Sample:
 
 
 @contextmanager
-def capturing_server(model: Path, settings: HookSettings, aux_layers=AUX_LAYERS, **changes) -> Iterator[SGLangServer]:
+def capturing_server(
+    model: Path, settings: HookSettings, aux_layers=AUX_LAYERS, flags: Sequence[str] = (), **changes
+) -> Iterator[SGLangServer]:
     chosen = options(model, **changes)
-    with cpu_environment(chosen.tensor), SGLangServer(chosen, capture_flags(aux_layers, settings._asdict())) as server:
+    flags = [*capture_flags(aux_layers, settings._asdict()), *flags]
+    with cpu_environment(chosen.tensor), SGLangServer(chosen, flags) as server:
         yield server
 
 

@@ -42,7 +42,6 @@ CPU_FLAGS = (
     "none",
     "--disable-overlap-schedule",
 )
-LONGER_CONTEXT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,14 @@ class EngineOptions:
             flags.append("--trust-remote-code")
         return flags if torch.cuda.is_available() else [*flags, *CPU_FLAGS]
 
+    def variables(self) -> dict[str, str]:
+        """Environment variables of the server."""
+        variables = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+        if self.dtype != "auto":
+            # Between chunks, linear attention keeps the inputs of its convolution in bfloat16 unless told otherwise.
+            variables["SGLANG_MAMBA_CONV_DTYPE"] = self.dtype
+        return variables
+
 
 def server_command(options: EngineOptions, flags: Sequence[str], port: int, host: str = "127.0.0.1") -> list[str]:
     """The words of the command line. Unless `host` says otherwise, the server is reachable only from this machine."""
@@ -86,9 +93,9 @@ def server_command(options: EngineOptions, flags: Sequence[str], port: int, host
     return [sys.executable, "-m", "sglang.launch_server", *options.flags(), *flags, *network_flags]
 
 
-def as_typed(command: Sequence[str]) -> str:
-    """A command line as a person would type it."""
-    settings = [f"{name}={value}" for name, value in LONGER_CONTEXT.items()]
+def as_typed(command: Sequence[str], variables: Mapping[str, str]) -> str:
+    """A command line, after the variables of its environment, as a person would type it."""
+    settings = [f"{name}={value}" for name, value in variables.items()]
     return shlex.join([*settings, *("python" if word == sys.executable else word for word in command)])
 
 
@@ -121,7 +128,7 @@ class SGLangServer(AbstractContextManager):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=without_launcher(os.environ) | LONGER_CONTEXT | device_variables,
+                env=without_launcher(os.environ) | options.variables() | device_variables,
                 start_new_session=True,
                 preexec_fn=lambda: prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL),
             )

@@ -1,0 +1,10 @@
+"""What SGLang imports when it starts linear attention. Its norm with a gate takes an operator for CPUs only if they
+have AMX, and Triton otherwise; from here on it takes the operator."""
+
+from sglang.kernels.ops.attention.fla import layernorm_gated
+
+from sgl_kernel.linear_attention import causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu
+
+layernorm_gated._use_cpu = True
+
+__all__ = ["causal_conv1d_fn_cpu", "causal_conv1d_update_cpu", "chunk_gated_delta_rule_cpu"]
