@@ -151,8 +151,10 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
 
     train, summary, held_out_summary, sets = SampleSet.pack([]), None, None, []
     if not (judging and data.held_out):
-        groups = [[path] for path in data.train_paths] if data.mixed else [data.train_paths]
-        sets = [prepare("training data", group, data.max_samples) for group in groups]
+        groups = [("training data", data.train_paths)]
+        if data.mixed:
+            groups = [(f"training data: {path}", [path]) for path in data.train_paths]
+        sets = [prepare(key, group, data.max_samples) for key, group in groups]
         summary = sum((each.summary for each in sets[1:]), sets[0].summary)
         train = SampleSet.joined([each.samples for each in sets])
     if data.held_out:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from eagle3.errors import SharedUserError, shown
 from eagle3.parsing import DEEPEST, parse_yaml
-from eagle3.recipe.schema import Recipe
+from eagle3.recipe.schema import FORMS, Recipe, Source
 from eagle3.recipe.section import Section
 
 LARGEST = 1 << 18  # most bytes in a recipe file; the YAML parser takes about ten seconds for them
@@ -77,7 +77,8 @@ def _may_cause(problem: dict, key: str) -> bool:
 
 
 def _key_of(problem: dict) -> str:
-    return ".".join(map(str, problem["loc"]))
+    """The problem's place, without the tags that tell apart the forms of an entry of data.train."""
+    return ".".join(str(part) for part in problem["loc"] if part not in FORMS)
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -147,7 +148,11 @@ def _explain(where: Path | str, error: dict, remedy: str) -> str:
 
 def _key_meant(key: str) -> str | None:
     """The recipe key that an unknown `key` most likely means, by its last part; None if nothing is similar."""
-    name, recipe_keys = key.rpartition(".")[2], keys_of(Recipe)
+    place, _, name = key.rpartition(".")
+    if place.startswith("data.train."):
+        matches = difflib.get_close_matches(name, Source.model_fields, n=1)
+        return f"{place}.{matches[0]}" if matches else None
+    recipe_keys = keys_of(Recipe)
     names = [each.rpartition(".")[2] for each in recipe_keys]
     matches = difflib.get_close_matches(name, names, n=1) or [each for each in names if each.startswith(name)]
     candidates = [each for each in recipe_keys if each.rpartition(".")[2] in matches]

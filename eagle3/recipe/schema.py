@@ -84,7 +84,7 @@ class Draft(Section):
 class Model(Section):
     target: Named = Field(description="hub id or folder of the target, or `demo` for the quickstart's own")
     revision: str | None = None
-    trust_remote_code: bool | Literal["tokenizer"] = Field(
+    trust_remote_code: Literal[False, True, "tokenizer"] = Field(
         False,
         description="run the Python code in the target's checkpoint; tokenizer: here only that of its tokenizer, "
         "but all of it in SGLang, which has one switch",
@@ -131,15 +131,18 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _either_weight_or_samples(self) -> "Source":
-        if (self.weight is None) == (self.samples is None):
-            raise ValueError(f"{self.path} needs weight or samples, one of the two; to take all of it, write the path")
+        if self.weight is None and self.samples is None:
+            raise ValueError(f"{self.path} needs weight or samples; to take all of it, write the path")
+        if self.weight is not None and self.samples is not None:
+            raise ValueError(f"{self.path} has both weight and samples; give one")
         return self
 
 
+FORMS = ("as a path", "with its share")
 # A path alone, or with its share. Told apart by their form, so that an error is about the one that was meant.
 PathOrSource = Annotated[
-    Annotated[Named, Tag("path")] | Annotated[Source, Tag("share")],
-    Discriminator(lambda value: "share" if isinstance(value, dict | Source) else "path"),
+    Annotated[Named, Tag(FORMS[0])] | Annotated[Source, Tag(FORMS[1])],
+    Discriminator(lambda value: FORMS[isinstance(value, dict | Source)]),
 ]
 
 

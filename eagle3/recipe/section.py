@@ -40,7 +40,7 @@ class Section(BaseModel):
         for name, value in values.items() if isinstance(values, dict) else ():
             kind = cls.model_fields[name].annotation if name in cls.model_fields else bool
             has_boolean = any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value]))
-            if has_boolean and bool not in (kind, *get_args(kind)):
+            if has_boolean and not any(form is bool or isinstance(form, bool) for form in (kind, *get_args(kind))):
                 choices = f" ({', '.join(map(str, get_args(kind)))})" * (get_origin(kind) is Literal)
                 raise ValueError(
                     f"{name} is {shown(value)}: a number or text was expected{choices}, not true or false (for YAML "

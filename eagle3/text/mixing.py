@@ -11,6 +11,8 @@ from eagle3.console import counted
 from eagle3.errors import UserError
 from eagle3.text.samples import SampleSet
 
+MOST_TIMES = 1000  # that an epoch has a sample
+
 
 class Share(NamedTuple):
     """What an epoch takes from a source. By default, every sample once."""
@@ -63,6 +65,11 @@ def mixture(samples: SampleSet, parts: Sequence[Part], seed: int) -> Mixture:
                 "source out"
             )
         number = round(share.weight * len(places)) if share.samples is None else share.samples
+        if number > MOST_TIMES * len(places):
+            raise UserError(
+                f"data.train: {number:,} samples of {source} are more than {MOST_TIMES:,} times its "
+                f"{counted(len(places), 'sample')}; lower samples"
+            )
         if not number:
             raise UserError(
                 f"data.train: {source} has {counted(len(places), 'sample')} to train on, of which a weight of "

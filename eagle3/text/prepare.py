@@ -249,11 +249,15 @@ def _without_os_errors(parts: Iterator[Encoded]) -> Iterator[Encoded]:
 
 
 def _progress(folder: Path) -> Summary:
-    """What an earlier process has written into `folder`; nothing if there is none, or it cannot be read."""
-    with suppress(*DAMAGE):
+    """What an earlier process has written into `folder`; nothing if there is none, or it is damaged."""
+    with suppress(*DAMAGE, DamagedSamples):
         record, has_digest = unsealed((folder / PROGRESS).read_text(encoding="utf-8"))
         if has_digest:
-            return Summary(**record)
+            summary = Summary(**record)
+            SampleWriter(folder, summary.kept, summary.tokens).__exit__(None)  # cuts off what was written after that
+            for _ in SampleSet.open(folder).token_chunks():  # compares digests
+                pass
+            return summary
     return Summary(rows=0, kept=0, truncated=0, tokens=0, supervised=0, empty_answers=0)
 
 

@@ -321,6 +321,12 @@ class SampleSet:
         held_out = ((draws < fraction * 2.0**64) | (draws == draws.min())) & (draws != draws.max())
         return Split(self.subset(np.flatnonzero(~held_out)), self.subset(np.flatnonzero(held_out)))
 
+    def by_repetition(self) -> Iterator[tuple[int, "SampleSet"]]:
+        """The different samples of this set, in parts: those that it has once, twice and so on."""
+        stored, times = np.unique(self.indices, return_counts=True)
+        for number in np.unique(times).tolist():
+            yield number, replace(self, indices=stored[times == number])
+
     def token_chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (ids, loss_mask) of all tokens in order: a few million at a time, or a single longer sample."""
         return map(self._read, self._runs())

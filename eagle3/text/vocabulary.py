@@ -101,9 +101,10 @@ def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
 
 def _supervised_counts(samples: SampleSet, target_vocab_size: int, report: Callable[[str], None]) -> np.ndarray:
     """Count how often each token is supervised: int64 [target vocabulary]."""
-    counts = np.zeros(target_vocab_size, np.int64)
-    progress = Progress(report, "counting supervised tokens", int(samples.lengths.sum()), "tokens")
-    for ids, loss_mask in samples.token_chunks():
+    counts, parts = np.zeros(target_vocab_size, np.int64), [*samples.by_repetition()]
+    tokens = sum(int(part.lengths.sum()) for _, part in parts)
+    progress = Progress(report, "counting supervised tokens", tokens, "tokens")
+    for times, (ids, loss_mask) in ((times, chunk) for times, part in parts for chunk in part.token_chunks()):
         increment = np.bincount(ids[loss_mask], minlength=target_vocab_size)
         if len(increment) > target_vocab_size:
             raise UserError(
@@ -111,7 +112,7 @@ def _supervised_counts(samples: SampleSet, target_vocab_size: int, report: Calla
                 "tokenizer is not the target's; copy the tokenizer and config.json that belong to the weights into "
                 "the folder in model.target"
             )
-        counts += increment
+        counts += times * increment
         progress.advance(len(ids))
     return counts
 

@@ -403,11 +403,14 @@ def test_a_finished_set_leaves_nothing_unfinished_and_another_hosts_is_let_alone
     assert prepared(tmp_path, tokenizer, *MANY).summary.cached and not unfinished.exists()
 
 
-def test_a_damaged_record_of_progress_is_not_gone_by(tmp_path, tokenizer):
+@pytest.mark.parametrize("file", ["progress.json", "ids.npy"])
+def test_what_an_ended_process_has_left_damaged_is_made_again(tmp_path, tokenizer, file):
     with pytest.raises(KeyboardInterrupt):
         tokenised_until(192, tmp_path, tokenizer, interrupt)
-    (record,) = (tmp_path / "cache" / "tokenized").glob("*.unfinished/new/progress.json")
-    record.write_text(record.read_text().replace("192", "128"))
+    (left,) = (tmp_path / "cache" / "tokenized").glob(f"*.unfinished/new/{file}")
+    middle = left.stat().st_size // 2
+    whole = left.read_bytes()
+    left.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     lines: list[str] = []
     assert len(prepared(tmp_path, tokenizer, *MANY, report=lines.append).samples) == 300 and lines == []
 

@@ -15,6 +15,7 @@ from eagle3.errors import UserError
 from eagle3.recipe.loading import load_recipe
 from eagle3.text.mixing import Mixture, Part, Share, mixture
 from eagle3.text.samples import SampleSet
+from eagle3.text.vocabulary import choose_vocabulary
 
 SIZES = (40, 30, 20)
 
@@ -90,11 +91,21 @@ def test_held_out_samples_are_in_no_share(sets):
     assert mixed.sources[0].used == 3 * mixed.sources[0].available
 
 
-def test_a_weight_that_leaves_nothing_is_refused(sets):
+def test_a_share_of_nothing_and_one_of_very_much_are_refused(sets):
     with pytest.raises(
         UserError, match="data.train: b has 30 samples to train on, of which a weight of 0.01 leaves none"
     ):
         mixture(SampleSet.joined(sets), parts(Share(), Share(0.01), Share()), seed=0)
+    with pytest.raises(UserError, match="30,001 samples of b are more than 1,000 times its 30 samples"):
+        mixture(SampleSet.joined(sets), parts(Share(), Share(samples=30_001), Share()), seed=0)
+
+
+def test_repeated_samples_count_as_often_as_they_are_taken(sets):
+    mixed = mixture(SampleSet.joined(sets), parts(Share(2), Share(samples=70), Share(0.5)), seed=0).samples
+    counts = np.bincount(np.concatenate([sample.ids[sample.loss_mask].numpy() for sample in mixed]), minlength=50)
+    vocabulary, share = choose_vocabulary(mixed, 50, 10)
+    assert vocabulary.target_ids.tolist() == sorted(np.argsort(-counts, kind="stable")[:10].tolist())
+    assert share == counts[vocabulary.target_ids].sum() / counts.sum()
 
 
 def test_a_recipe_mixes_its_sources_and_says_what_an_epoch_has(tmp_path, target, topology):
@@ -118,8 +129,9 @@ def test_a_recipe_mixes_its_sources_and_says_what_an_epoch_has(tmp_path, target,
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ([{"path": "a.jsonl"}], "a.jsonl needs weight or samples, one of the two"),
-        ([{"path": "a.jsonl", "weight": 1, "samples": 2}], "a.jsonl needs weight or samples, one of the two"),
+        ([{"path": "a.jsonl"}], "a.jsonl needs weight or samples; to take all of it, write the path"),
+        ([{"path": "a.jsonl", "weight": 1, "samples": 2}], "a.jsonl has both weight and samples; give one"),
+        (["b.jsonl", {"path": "a.jsonl", "wieght": 2}], "data.train.1.wieght: .* did you mean data.train.1.weight?"),
         ([{"path": "a.jsonl", "weight": 0}], "greater than 0"),
         ([{"path": "preset:none", "weight": 1}], "preset:none: there is no preset of that name"),
     ],
