@@ -9,7 +9,7 @@ from eagle3.durable import writing
 from eagle3.errors import UserError, run_command
 from eagle3.hub import require_target_folder
 from eagle3.recipe.loading import load_recipe
-from eagle3.targets.sglang.installed import INSTALL, is_installed
+from eagle3.targets.sglang.installed import INSTALL, TESTED, is_installed
 
 ROOT = Path(__file__).parent.parent
 TABLE = ("<!-- recipes: begin -->", "<!-- recipes: end -->")
@@ -54,6 +54,7 @@ def write_new(options: argparse.Namespace) -> None:
         import torch
 
         from eagle3.jobs.new_recipe import model_size, new_recipe_text
+        from eagle3.targets.checkpoint import tokenizer_code
         from eagle3.targets.facts import read_facts
         from eagle3.targets.sglang.version import eagle3_targets
 
@@ -72,11 +73,14 @@ def write_new(options: argparse.Namespace) -> None:
     if facts.assumed:
         defaults = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())
         tell(f"config.json does not give {defaults}: these are the defaults of transformers' class; check them")
+    if not recipe.model.trust_remote_code and (code := tokenizer_code(options.target, options.revision)):
+        tell(f"its tokenizer is Python code ({code}): read it, and set model.trust_remote_code=tokenizer to let it run")
     if facts.quantised_head:
         tell("its lm_head is quantised: the recipe takes the target's own logits as teacher (target.teacher: logits)")
     if facts.architecture not in served:
         tell(
-            "SGLang, as far as is known here, serves no EAGLE3 drafts for this architecture: transformers will capture"
+            f"SGLang{'' if is_installed() else f' {TESTED}, the version known here,'} serves no EAGLE3 drafts for this "
+            "architecture: transformers will capture"
         )
     elif not is_installed():
         if recipe.target.backend == "sglang":

@@ -31,7 +31,7 @@ from eagle3.states.rows import Rows
 from eagle3.states.store.check import bind_shards, check_store, remove_flawed
 from eagle3.states.store.folder import MANIFEST, unbound_notice
 from eagle3.states.store.writer import Part, StoreWriter
-from eagle3.targets.long_prefill import ChooseKernels, LongPrefill
+from eagle3.targets.long_prefill import ChooseKernels, LongPrefill, require_one_rank
 from eagle3.training.watched import watched
 
 # Processes finish hours apart and wait for one another. The watchdog notices those that will never finish.
@@ -183,6 +183,8 @@ def _capture_here(
     stored or not, so that ranks agree even if they look at the store at different times.
     """
     (alone, together), most, sequence = parts, job.recipe.hidden_states.prefill_tokens, topology.sequence
+    if any(one.tokens > most for one in samples.values()):
+        require_one_rank(job.target, job.config, sequence.size())
     missing = samples.keys() - writer.known
     batches = [batch for batch in alone.of(prefill_batches(samples, most)) if not missing.isdisjoint(batch)]
     long = together.of(sample_id for sample_id, one in samples.items() if one.tokens > most)

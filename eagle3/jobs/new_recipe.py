@@ -16,7 +16,7 @@ from eagle3.planning.step import Planned, step_seconds
 from eagle3.recipe.loading import apply_override, checked_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import token_bytes
-from eagle3.targets.facts import TargetFacts
+from eagle3.targets.facts import TargetFacts, recurrent_layers
 from eagle3.targets.sglang.version import EAGLE3_TARGETS
 
 CONTEXTS = (8192, 32768, 131072)
@@ -84,8 +84,8 @@ def new_recipe_text(
         "parallelism": {},
         "memory": {},
         "training": {"dtype": "bfloat16", "global_batch_size": 32, "epochs": 2},
-        # judging after training would load the whole target on one GPU
-        "evaluation": {"conversations": 0} if gpus > 1 else {},
+        # Judging after training would load the whole target on one GPU, and cannot roll back a layer's state.
+        "evaluation": {"conversations": 0} if gpus > 1 or recurrent_layers(facts.config) else {},
         "output": {"dir": f"runs/{name}"},
     }
     for override in overrides:

@@ -9,10 +9,12 @@ from transformers import LlamaConfig, PretrainedConfig
 from eagle3.demo.target import demo_shape
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.draft.derivation import derive_draft
+from eagle3.errors import SharedUserError
 from eagle3.recipe.schema import Draft, Recipe
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import target_config
+from eagle3.targets.facts import recurrent_layers
 from eagle3.text.vocabulary import DraftVocabulary
 
 # Keys of model.draft that override the config.
@@ -69,6 +71,12 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocab
     origin = "model.draft.window" if draft.config is None or draft.window is not None else str(draft.config)
     shape.check_chain(recipe.training.ttt_steps, "training.ttt_steps", origin)
     shape.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
+    if recipe.evaluation.conversations and recurrent_layers(target):
+        raise SharedUserError(
+            f"evaluation.conversations: {recipe.evaluation.conversations}, but the target has linear-attention layers, "
+            "whose state cannot be rolled back after a rejected draft; set evaluation.conversations=0, and judge with "
+            "evaluate.py --engine sglang"
+        )
     return shape
 
 

@@ -234,15 +234,14 @@ def _serving(run: RunRecord, target: str) -> dict[str, Any]:
         advice = f"{chosen}, {gain:.2f}, {known.source}{loses}."
     window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
     flags = speculative_flags("DRAFT", steps, 1, steps + 1, window)
-    speculative = json.dumps({"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": steps})
+    drafting = json.dumps({"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": steps})
+    speculative = ["--speculative-config", drafting]
+    launch, serve = ["python", "-m", "sglang.launch_server", "--model-path"], ["vllm", "serve"]
+    code = ["--trust-remote-code"] if run.key("model.trust_remote_code") else []
     layers = None if draft.get(AUX_LAYERS) else (draft.get("eagle_config") or {}).get(AUX_LAYERS)
     return {
-        "sglang": fenced_command(
-            ["python", "-m", "sglang.launch_server", "--model-path", target, *flags, "--context-length", str(context)]
-        ),
-        "vllm": fenced_command(
-            ["vllm", "serve", target, "--speculative-config", speculative, "--max-model-len", str(context)]
-        ),
+        "sglang": fenced_command([*launch, target, *code, *flags, "--context-length", str(context)]),
+        "vllm": fenced_command([*serve, target, *code, *speculative, "--max-model-len", str(context)]),
         "window": f"{window:,}" if window else None,
         "vllm_key": layers and Markdown(json.dumps({AUX_LAYERS: [layer + 1 for layer in layers]})[1:-1]),
         "context": f"{context:,}",

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from eagle3.errors import UserError, shown
@@ -32,6 +33,12 @@ from eagle3.parsing import DEEPEST, is_too_deep, parse_json
 
 PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # PyTorch's formats
 MOST_LAYERS = 1000
+# Keys of config.json that are read here or by transformers without a check: their types, and sizes.
+OBJECTS = {"architectures": list, "auto_map": dict, "model_type": str, "quantization_config": dict}
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
+    *("num_global_key_value_heads", "global_head_dim"),
+)
 QUANTISED_REMEDY = (
     "set target.backend=sglang, which runs it as it is, or name a copy that is not quantised in model.target"
 )
@@ -79,6 +86,10 @@ def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> Pr
 def config_values(name: str, revision: str | None) -> dict:
     """The contents of config.json, without the defaults of a config class."""
     with readable(name, "config"):
+        if Path(name).is_dir() and not Path(name, "config.json").is_file():
+            raise UserError(
+                f"target {name!r}: has no config.json; name the folder of a complete checkpoint in model.target"
+            )
         values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     if not isinstance(values, dict):
         raise UserError(f"target {name!r}: its config.json holds no object; name the folder of a complete checkpoint")
@@ -86,13 +97,25 @@ def config_values(name: str, revision: str | None) -> dict:
         raise UserError(
             f"target {name!r}: its config.json is nested deeper than {DEEPEST} levels; name another checkpoint"
         )
-    for key, kind in (("architectures", list), ("auto_map", dict), ("model_type", str)):
+    for key, kind in OBJECTS.items():
         if values.get(key) is not None and not isinstance(values[key], kind):
             raise UserError(
                 f"target {name!r}: its config.json has {key} {shown(values[key])}, which is not a {kind.__name__}; "
                 "name another checkpoint"
             )
+    for architecture in values.get("architectures") or []:
+        if not isinstance(architecture, str):
+            raise UserError(
+                f"target {name!r}: its config.json has {shown(architecture)} in architectures, which is not the name "
+                "of a class; name another checkpoint"
+            )
     for part in (values, *(value for value in values.values() if isinstance(value, dict))):
+        for key in SIZES:
+            if isinstance(part.get(key), int) and part[key] < 1:
+                raise UserError(
+                    f"target {name!r}: its config.json has {key} {shown(part[key])}, which is no size; fix it, or "
+                    "name another checkpoint"
+                )
         layers = part.get("num_hidden_layers")
         if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would build them all
             raise UserError(
@@ -168,12 +191,33 @@ def load_tokenizer(
     with readable(name, "tokenizer"), sound_config(name, "tokenizer_config.json"):
         # Pass the config; otherwise transformers reads it itself and fails on an unknown model_type.
         config = whole_config(name, revision, trust_remote_code is True)
+        if not trust_remote_code and (code := tokenizer_code(name, revision)):
+            raise UserError(
+                f"target {name!r}: its tokenizer is Python code ({shown(code)}); read it, and set "
+                "model.trust_remote_code=tokenizer to let it run, or name a folder with a tokenizer.json"
+            )
         tokenizer = AutoTokenizer.from_pretrained(
             name, config=config, revision=revision, trust_remote_code=bool(trust_remote_code)
         )
         if not isinstance(tokenizer.model_max_length, int | float):  # transformers compares every length with it
             raise TypeError(f"model_max_length is {shown(tokenizer.model_max_length)}, not a number")
         return tokenizer
+
+
+def tokenizer_code(name: str, revision: str | None = None) -> str | None:
+    """The class, as `file.Class`, of a tokenizer that is the checkpoint's own code. None if transformers can do
+    without, because there is a tokenizer.json: from other files it makes a tokenizer that may split text in another
+    way."""
+    with readable(name, "tokenizer"), sound_config(name, "tokenizer_config.json"):
+        files = get_tokenizer_config(name, revision=revision).get("auto_map") or {}
+        classes = files.get("AutoTokenizer") if isinstance(files, dict) else files  # a list in old checkpoints
+        named = [each for each in ([classes] if isinstance(classes, str) else classes or []) if isinstance(each, str)]
+        if not named:
+            return None
+        with contextlib.suppress(EntryNotFoundError):
+            if fetched(name, "tokenizer.json", revision).exists():
+                return None
+        return named[0]
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:

@@ -14,6 +14,8 @@ from eagle3.draft.derivation import active_experts
 from eagle3.errors import UserError
 from eagle3.targets.checkpoint import config_values, readable, sound_config, whole_config
 
+# Layers that read a document through a state of fixed size (transformers' name for them).
+RECURRENT = "linear_attention"
 # Sizes that a config should state rather than leave to its class's defaults.
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings")
 
@@ -62,6 +64,12 @@ def read_facts(name: str, revision: str | None = None, trust_remote_code: bool =
         for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
         for name in names.values()
     }
+    assumed = _assumed(values, root_config)
+    if len(assumed) == len(NEEDED):
+        raise UserError(
+            f"target {name!r}: its config.json gives none of the sizes of its language model; name the folder of a "
+            "complete checkpoint"
+        )
     architecture = (values.get("architectures") or [None])[0]
     own_code = trust_remote_code and "AutoModelForCausalLM" in (values.get("auto_map") or {})
     model_config = root_config if own_code or type(root_config) in MODEL_FOR_CAUSAL_LM_MAPPING else config
@@ -83,8 +91,13 @@ def read_facts(name: str, revision: str | None = None, trust_remote_code: bool =
         sum(weight.numel() for part, weight in model.named_parameters() if "experts" in part.split(".")),
         model.num_parameters() * _bytes_a_weight(quantization),
         _quantises_head(quantization),
-        {key: getattr(config, key) for key in NEEDED if hasattr(config, key) and not _gives(values, config, key)},
+        assumed,
     )
+
+
+def recurrent_layers(config: PretrainedConfig) -> list[int]:
+    """The layers that carry a state from token to token, instead of attending."""
+    return [layer for layer, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind == RECURRENT]
 
 
 def _plain(architecture: str) -> str:
@@ -104,9 +117,17 @@ def _parts(values: dict) -> list[dict]:
     return [values, *parts]
 
 
-def _gives(values: dict, config: PretrainedConfig, key: str) -> bool:
-    """Whether config.json has this key, for the model or for a part, under this name or the model family's own."""
-    return any(name in part for part in _parts(values) for name in (key, config.attribute_map.get(key)))
+def _assumed(values: dict, config: PretrainedConfig) -> dict[str, int]:
+    """The needed sizes that config.json gives neither for the whole nor for the language part, under these names or the
+    model family's own, with the defaults of the family's class."""
+    language = config.get_text_config(decoder=True)
+    own = [values.get(key) for key in config.sub_configs if getattr(config, key, None) is language]
+    given = {name for part in (values, *own) for name in part or ()}
+    return {
+        key: getattr(language, key)
+        for key in NEEDED
+        if hasattr(language, key) and given.isdisjoint((key, language.attribute_map.get(key)))
+    }
 
 
 def _bytes_a_weight(quantization: dict) -> float:

@@ -23,6 +23,7 @@ from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.topology import agreed, gathered
 from eagle3.states.capture import Document
 from eagle3.states.rows import Rows
+from eagle3.targets.facts import RECURRENT, recurrent_layers
 from eagle3.targets.logits import check_tokens
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.transfer import send
@@ -31,8 +32,6 @@ from eagle3.transfer import send
 IMPLEMENTATION = "eagle3_long_prefill"
 # What `window_of_mask` returns for a causal mask without a window, and for any other mask.
 NO_WINDOW, UNKNOWN_MASK = 0, -1
-# Layers that read a document through a state of fixed size (transformers' name for them).
-RECURRENT = "linear_attention"
 # Arguments with the tokens' positions, which `attend` ignores because rope has already been applied.
 WHERE = ("position_ids", "cache_position")
 
@@ -180,9 +179,13 @@ class Uncached(DynamicLayer):
         return key_states, value_states
 
 
-def recurrent_layers(config: PretrainedConfig) -> list[int]:
-    """The layers that carry a state from token to token, instead of attending."""
-    return [layer for layer, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind == RECURRENT]
+def require_one_rank(target: str, config: PretrainedConfig, ranks: int) -> None:
+    """Raises UserError if the ranks cannot prefill one prompt together, because layers carry a state."""
+    if ranks > 1 and recurrent_layers(config):
+        raise SharedUserError(
+            f"target {target!r}: has layers of type {RECURRENT}, whose state goes from token to token, so a prompt "
+            "cannot be spread over ranks; set hidden_states.ulysses and ring to 1, which prefills it in chunks"
+        )
 
 
 def carried_states(config: PretrainedConfig) -> DynamicCache | None:
@@ -337,12 +340,7 @@ class LongPrefill:
         known = {"full_attention", "sliding_attention", RECURRENT}
         if types := sorted(set(getattr(config, "layer_types", None) or ()) - known):
             raise self.refusal(f"has layers of type {', '.join(types)}")
-        if self.sequence.size() > 1 and recurrent_layers(config):
-            raise SharedUserError(
-                f"target {self.target.name!r}: {type(self.target.model).__name__} has layers of type {RECURRENT}, "
-                "whose state goes from token to token, so a prompt cannot be spread over ranks; set "
-                "hidden_states.ulysses and ring to 1, which prefills it in chunks"
-            )
+        require_one_rank(self.target.name, config, self.sequence.size())
         ropes = getattr(config, "rope_parameters", None) or {}  # for the whole model, or one per layer type
         for rope in (ropes, *ropes.values()):
             kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"

@@ -92,5 +92,7 @@ def test_the_tokenizers_code_runs_alone_and_the_mask_is_right(recipe, topology):
 
 def test_without_the_users_word_no_code_runs(recipe, topology):
     torch.set_num_threads(1)
-    with pytest.raises(UserError, match="tokenizer cannot be read"):
+    with pytest.raises(
+        UserError, match=r"Python code \('bytes.Bytes'\); read it, and set model.trust_remote_code=tokenizer"
+    ):
         inputs_of(load_recipe(recipe), topology.device)
