@@ -61,6 +61,7 @@ def write_new(options: argparse.Namespace) -> None:
     console = Console(speaks=True, quiet=options.quiet)
     with waiting(console, f"reading {options.target}"):
         facts = read_facts(options.target, options.revision, options.trust_remote_code)
+        code = None if options.trust_remote_code else tokenizer_code(options.target, options.revision)
     with waiting(console, "asking SGLang which targets it serves"):
         served = eagle3_targets(console)
     model = {"revision": options.revision} if options.revision else {}
@@ -73,7 +74,7 @@ def write_new(options: argparse.Namespace) -> None:
     if facts.assumed:
         defaults = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())
         tell(f"config.json does not give {defaults}: these are the defaults of transformers' class; check them")
-    if not recipe.model.trust_remote_code and (code := tokenizer_code(options.target, options.revision)):
+    if code and not recipe.model.trust_remote_code:
         tell(f"its tokenizer is Python code ({code}): read it, and set model.trust_remote_code=tokenizer to let it run")
     if facts.quantised_head:
         tell("its lm_head is quantised: the recipe takes the target's own logits as teacher (target.teacher: logits)")

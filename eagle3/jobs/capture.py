@@ -183,8 +183,6 @@ def _capture_here(
     stored or not, so that ranks agree even if they look at the store at different times.
     """
     (alone, together), most, sequence = parts, job.recipe.hidden_states.prefill_tokens, topology.sequence
-    if any(one.tokens > most for one in samples.values()):
-        require_one_rank(job.target, job.config, sequence.size())
     missing = samples.keys() - writer.known
     batches = [batch for batch in alone.of(prefill_batches(samples, most)) if not missing.isdisjoint(batch)]
     long = together.of(sample_id for sample_id, one in samples.items() if one.tokens > most)
@@ -192,6 +190,8 @@ def _capture_here(
     message = [[sample_id for sample_id in long if sample_id in missing]]
     dist.broadcast_object_list(message, group=sequence, group_src=0)
     (long,) = message
+    if long:
+        require_one_rank(job.target, job.config, sequence.size())
     own = [*chain(*batches), *(long if sequence.rank() == 0 else ())]
     tokens = sum(samples[sample_id].tokens for sample_id in own if sample_id in missing)
     watchdog.at("loading the target")

@@ -31,8 +31,8 @@ class Prospect:
     recipe: Recipe
     shape: DraftConfig  # the draft's
 
-    @classmethod
-    def of(cls, recipe: Recipe, config: PretrainedConfig | None = None) -> "Prospect":
+    @staticmethod
+    def of(recipe: Recipe, config: PretrainedConfig | None = None) -> "Prospect":
         """Derive the draft's shape. Raises UserError if none can be derived.
 
         config: config of the target's language part. Default: read it or, for `demo`, build the one that the
@@ -71,13 +71,17 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocab
     origin = "model.draft.window" if draft.config is None or draft.window is not None else str(draft.config)
     shape.check_chain(recipe.training.ttt_steps, "training.ttt_steps", origin)
     shape.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
+    return shape
+
+
+def require_judgeable(recipe: Recipe, target: PretrainedConfig) -> None:
+    """Raises UserError if drafts are to be judged after training, but the target's layers carry a state."""
     if recipe.evaluation.conversations and recurrent_layers(target):
         raise SharedUserError(
             f"evaluation.conversations: {recipe.evaluation.conversations}, but the target has linear-attention layers, "
-            "whose state cannot be rolled back after a rejected draft; set evaluation.conversations=0, and judge with "
-            "evaluate.py --engine sglang"
+            "whose state cannot be rolled back after a rejected draft; set it to 0 to train, and judge with "
+            "evaluate.py --engine sglang evaluation.conversations=16"
         )
-    return shape
 
 
 def aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int]:

@@ -22,6 +22,7 @@ from eagle3.jobs.description import describe_run
 from eagle3.jobs.evaluate import held_out_prompts, judge
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.plan import memory_plan
+from eagle3.jobs.prospect import require_judgeable
 from eagle3.jobs.provenance import input_digests, require_fitting_settings, require_fitting_store
 from eagle3.jobs.supply import HiddenStateSupply, hidden_state_supply
 from eagle3.kernels.choice import Choice, choose_kernels
@@ -162,6 +163,7 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
     if stored:
         run.on_first(lambda: require_fitting_settings(recipe))
     known = find_target(recipe, run.topology.device, console)
+    require_judgeable(recipe, known.config)
     if stored:
         run.on_first(lambda: require_fitting_store(known))
     inputs = gather_inputs(known, console)

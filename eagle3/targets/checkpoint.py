@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import transformers
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from transformers import (
     CONFIG_MAPPING,
@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.models.auto.tokenization_auto import get_tokenizer_config, tokenizer_class_from_name
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from eagle3.errors import UserError, shown
@@ -35,10 +35,7 @@ PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # P
 MOST_LAYERS = 1000
 # Keys of config.json that are read here or by transformers without a check: their types, and sizes.
 OBJECTS = {"architectures": list, "auto_map": dict, "model_type": str, "quantization_config": dict}
-SIZES = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"),
-    *("num_global_key_value_heads", "global_head_dim"),
-)
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
 QUANTISED_REMEDY = (
     "set target.backend=sglang, which runs it as it is, or name a copy that is not quantised in model.target"
 )
@@ -88,7 +85,7 @@ def config_values(name: str, revision: str | None) -> dict:
     with readable(name, "config"):
         if Path(name).is_dir() and not Path(name, "config.json").is_file():
             raise UserError(
-                f"target {name!r}: has no config.json; name the folder of a complete checkpoint in model.target"
+                f"target {name!r}: its config.json is not there; name the folder of a whole checkpoint in model.target"
             )
         values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     if not isinstance(values, dict):
@@ -109,12 +106,14 @@ def config_values(name: str, revision: str | None) -> dict:
                 f"target {name!r}: its config.json has {shown(architecture)} in architectures, which is not the name "
                 "of a class; name another checkpoint"
             )
-    for part in (values, *(value for value in values.values() if isinstance(value, dict))):
-        for key in SIZES:
+    for section, part in {"": values, **{f"{key}.": part for key, part in values.items()}}.items():
+        if not isinstance(part, dict):
+            continue
+        for key in SIZES if section in ("", "text_config.") else ():
             if isinstance(part.get(key), int) and part[key] < 1:
                 raise UserError(
-                    f"target {name!r}: its config.json has {key} {shown(part[key])}, which is no size; fix it, or "
-                    "name another checkpoint"
+                    f"target {name!r}: its config.json has {section}{key} {shown(part[key])}, which is no size; fix "
+                    "it, or name another checkpoint"
                 )
         layers = part.get("num_hidden_layers")
         if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would build them all
@@ -206,18 +205,22 @@ def load_tokenizer(
 
 def tokenizer_code(name: str, revision: str | None = None) -> str | None:
     """The class, as `file.Class`, of a tokenizer that is the checkpoint's own code. None if transformers can do
-    without, because there is a tokenizer.json: from other files it makes a tokenizer that may split text in another
-    way."""
+    without, because it has the tokenizer's class, or there is a tokenizer.json: from other files it makes a tokenizer
+    that may split text in another way."""
     with readable(name, "tokenizer"), sound_config(name, "tokenizer_config.json"):
-        files = get_tokenizer_config(name, revision=revision).get("auto_map") or {}
+        config = get_tokenizer_config(name, revision=revision)
+        files = config.get("auto_map") or {}
         classes = files.get("AutoTokenizer") if isinstance(files, dict) else files  # a list in old checkpoints
         named = [each for each in ([classes] if isinstance(classes, str) else classes or []) if isinstance(each, str)]
-        if not named:
+        if not named or tokenizer_class_from_name(config.get("tokenizer_class") or ""):
             return None
-        with contextlib.suppress(EntryNotFoundError):
-            if fetched(name, "tokenizer.json", revision).exists():
-                return None
-        return named[0]
+        try:
+            whole = fetched(name, "tokenizer.json", revision).exists()
+        except LocalEntryNotFoundError:  # not in the cache, and the hub is out of reach
+            raise
+        except EntryNotFoundError:
+            whole = False
+        return None if whole else named[0]
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:

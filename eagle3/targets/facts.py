@@ -121,8 +121,10 @@ def _assumed(values: dict, config: PretrainedConfig) -> dict[str, int]:
     """The needed sizes that config.json gives neither for the whole nor for the language part, under these names or the
     model family's own, with the defaults of the family's class."""
     language = config.get_text_config(decoder=True)
-    own = [values.get(key) for key in config.sub_configs if getattr(config, key, None) is language]
-    given = {name for part in (values, *own) for name in part or ()}
+    own = [part for key, part in values.items() if isinstance(part, dict) and getattr(config, key, None) is language]
+    if language is not config and not own and not config.sub_configs:  # code of the checkpoint's own, with any parts
+        own = _parts(values)
+    given = {name for part in (values, *own) for name in part}
     return {
         key: getattr(language, key)
         for key in NEEDED

@@ -214,7 +214,7 @@ def _write(
 ) -> Summary:
     """Encode the rows into `folder`, after what an earlier process has written there. Raises UserError for a problem
     whose policy is not "drop"."""
-    summary = earlier = _progress(folder)
+    summary = earlier = _progress(folder, report)
     if earlier.rows:
         report(f"going on after {counted(earlier.rows, 'conversation')} that an earlier run has tokenised")
     progress = Progress(report, "tokenising", contents.rows, "conversations")
@@ -248,17 +248,28 @@ def _without_os_errors(parts: Iterator[Encoded]) -> Iterator[Encoded]:
         raise UserError(f"data: cannot be read and tokenised ({error}); fix that, and start again") from error
 
 
-def _progress(folder: Path) -> Summary:
+def _progress(folder: Path, report: Callable[[str], None]) -> Summary:
     """What an earlier process has written into `folder`; nothing if there is none, or it is damaged."""
-    with suppress(*DAMAGE, DamagedSamples):
+    nothing = summary = Summary(rows=0, kept=0, truncated=0, tokens=0, supervised=0, empty_answers=0)
+    with suppress(*DAMAGE):
         record, has_digest = unsealed((folder / PROGRESS).read_text(encoding="utf-8"))
-        if has_digest:
-            summary = Summary(**record)
-            SampleWriter(folder, summary.kept, summary.tokens).__exit__(None)  # cuts off what was written after that
-            for _ in SampleSet.open(folder).token_chunks():  # compares digests
+        summary = Summary(**record) if has_digest else nothing
+    if summary.kept:
+        try:
+            with SampleWriter(folder, summary.kept, summary.tokens):  # cuts off what was written after that
                 pass
-            return summary
-    return Summary(rows=0, kept=0, truncated=0, tokens=0, supervised=0, empty_answers=0)
+            _check(SampleSet.open(folder), report)
+        except (DamagedSamples, FileNotFoundError) as damage:
+            report(Warned(f"what an earlier run has tokenised is damaged ({damage!s:.300}); starting anew"))
+            return nothing
+    return summary
+
+
+def _check(samples: SampleSet, report: Callable[[str], None]) -> None:
+    """Compare every sample with its digest. Raises DamagedSamples."""
+    progress = Progress(report, "checking the tokenised data", len(samples.ids), "tokens")
+    for ids, _ in samples.token_chunks():
+        progress.advance(len(ids))
 
 
 def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> str:
@@ -326,9 +337,7 @@ def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> Pr
         raise DamagedSamples(folder, f"{len(samples)} samples where its summary has {summary.kept}")
     if checksum not in (None, samples.checksum):
         raise DamagedSamples(folder, "its offsets or digests do not fit the checksum in its summary")
-    progress = Progress(report, "checking the tokenised data", summary.tokens, "tokens")
-    for ids, _ in samples.token_chunks():
-        progress.advance(len(ids))
+    _check(samples, report)
     if checksum is None:
         report(
             f"{folder}: written before summaries had checksums: each sample matches its digest, but whether the "

@@ -1,5 +1,5 @@
-"""The DeepSpeed engine: fills in its config from the recipe, passes it the topology's groups and a learning-rate
-schedule, and reads back whole gradients and weights."""
+"""The DeepSpeed engine: passes it the topology's groups and a learning-rate schedule, and reads back whole gradients
+and weights."""
 
 import logging
 import math

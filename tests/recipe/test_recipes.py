@@ -36,7 +36,7 @@ from eagle3.jobs.new_recipe import (
     rope_in_words,
 )
 from eagle3.jobs.plan import planned_step
-from eagle3.jobs.prospect import Prospect
+from eagle3.jobs.prospect import Prospect, require_judgeable
 from eagle3.planning.fitting import RESERVED, PlannedStream
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe
@@ -258,6 +258,7 @@ def test_sizes_that_a_config_leaves_to_its_class_are_named(new_recipe, tmp_path)
         ("qwen3.5-27b", {"text_config": None}, "gives none of the sizes of its language model"),
         ("qwen3-8b", {"architectures": [3]}, "has 3 in architectures, which is not the name of a class"),
         ("qwen3-8b", {"num_key_value_heads": 0}, "has num_key_value_heads 0, which is no size"),
+        ("qwen3.5-27b", {"text_config": {"hidden_size": -1}}, "has text_config.hidden_size -1, which is no size"),
         ("qwen3-8b", {"quantization_config": "fp8"}, "has quantization_config 'fp8', which is not a dict"),
     ],
 )
@@ -266,7 +267,7 @@ def test_a_config_that_cannot_be_right_is_refused_by_its_key(new_recipe, tmp_pat
     code, _, errors = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
     assert code == 2 and message in errors and errors.count("\n") == 1
     (tmp_path / "config.json").unlink()
-    assert "has no config.json" in new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")[2]
+    assert "its config.json is not there" in new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")[2]
 
 
 def test_a_target_whose_state_cannot_be_rolled_back_is_not_judged_after_training():
@@ -274,8 +275,9 @@ def test_a_target_whose_state_cannot_be_rolled_back_is_not_judged_after_training
     for recipe in ("qwen3.5-27b", "qwen3-next-80b-a3b"):
         assert load_recipe(RECIPES[recipe]).evaluation.conversations == 0
     recipe = load_recipe(RECIPES["qwen3.5-27b"], ["evaluation.conversations=4"])
+    Prospect.of(recipe, config)  # planning and capturing do not judge
     with pytest.raises(UserError, match="evaluation.conversations: 4, but the target has linear-attention layers"):
-        Prospect.of(recipe, config)
+        require_judgeable(recipe, config)
 
 
 def test_a_small_target_is_counted_in_millions(new_recipe, tmp_path):
@@ -424,7 +426,7 @@ def no_json(folder: Path) -> None:
             lambda folder: MambaConfig(architectures=["MambaForCausalLM"]).save_pretrained(folder),
             "num_attention_heads is None",
         ),
-        (lambda folder: None, "has no config.json"),
+        (lambda folder: None, "its config.json is not there"),
     ],
 )
 def test_a_target_that_cannot_be_one_is_refused_with_what_is_missing(new_recipe, tmp_path, make, missing):

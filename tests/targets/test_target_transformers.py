@@ -380,7 +380,7 @@ def test_checkpoints_that_cannot_be_read_are_refused_in_one_line(tmp_path, monke
     weights.write_bytes(weights.read_bytes()[:-100])
     for name, reason in (
         (tmp_path / "nowhere", "no such folder; name a checkpoint's folder"),
-        (tmp_path / "empty", "has no config.json"),
+        (tmp_path / "empty", "its config.json is not there"),
         (tmp_path / "t5", "causal language model cannot be read .*Unrecognized configuration class"),
         (cut, "causal language model cannot be read"),
         ("nobody/no-such-model", "check the id, the connection"),

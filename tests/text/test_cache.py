@@ -412,7 +412,9 @@ def test_what_an_ended_process_has_left_damaged_is_made_again(tmp_path, tokenize
     whole = left.read_bytes()
     left.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     lines: list[str] = []
-    assert len(prepared(tmp_path, tokenizer, *MANY, report=lines.append).samples) == 300 and lines == []
+    assert len(prepared(tmp_path, tokenizer, *MANY, report=lines.append).samples) == 300
+    assert [line for line in lines if "going on" in line] == []
+    assert ("an earlier run has tokenised is damaged" in "".join(lines)) == (file == "ids.npy")
 
 
 def test_an_unfinished_set_is_removed_after_a_day_without_a_change(tmp_path, tokenizer):

@@ -13,6 +13,7 @@ from tiny_run import TEMPLATE, make_target, write_recipe
 from eagle3.errors import UserError
 from eagle3.jobs.provenance import input_digests
 from eagle3.recipe.loading import load_recipe
+from eagle3.targets.checkpoint import tokenizer_code
 from eagle3.text.samples import Sample
 
 TOKENIZER = '''
@@ -96,3 +97,15 @@ def test_without_the_users_word_no_code_runs(recipe, topology):
         UserError, match=r"Python code \('bytes.Bytes'\); read it, and set model.trust_remote_code=tokenizer"
     ):
         inputs_of(load_recipe(recipe), topology.device)
+
+
+def test_code_is_asked_for_only_where_transformers_cannot_do_without(tmp_path):
+    config = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(config))
+    assert tokenizer_code(str(tmp_path)) == "own.Own"
+    file.write_text(json.dumps(config | {"tokenizer_class": "Qwen2Tokenizer"}))
+    assert tokenizer_code(str(tmp_path)) is None
+    file.write_text(json.dumps(config))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert tokenizer_code(str(tmp_path)) is None
