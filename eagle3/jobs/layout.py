@@ -6,11 +6,10 @@ import torch
 
 from eagle3.errors import UserError
 from eagle3.jobs.job import find_target
-from eagle3.jobs.prospect import Prospect, require_judgeable
+from eagle3.jobs.prospect import Prospect, config_of, require_judgeable
 from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store
 from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.recipe.schema import Recipe
-from eagle3.targets.checkpoint import target_config
 from eagle3.training.deepspeed_file import deepspeed_config
 
 
@@ -32,10 +31,8 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
     samples = deepspeed_config(deepspeed_file, recipe.training, data)["train_micro_batch_size_per_gpu"]
     here = Path(recipe.model.target).is_dir()  # a hub id is left for the job to check: its nodes may have the files
     if here or recipe.model.target == "demo":
-        Prospect.of(recipe).shape.check_parallel(sizes.tensor, sizes.ulysses)
-    if here:
-        model = recipe.model
-        config = target_config(model.target, revision=model.revision, trust_remote_code=model.trust_model_code)
+        config = config_of(recipe)
+        Prospect.of(recipe, config).shape.check_parallel(sizes.tensor, sizes.ulysses)
         require_judgeable(recipe, config)
     if recipe.hidden_states.mode == "stored":
         require_fitting_settings(recipe)

@@ -33,18 +33,17 @@ class Prospect:
 
     @staticmethod
     def of(recipe: Recipe, config: PretrainedConfig | None = None) -> "Prospect":
-        """Derive the draft's shape. Raises UserError if none can be derived.
+        """Derive the draft's shape. Raises UserError if none can be derived. config: default: as `config_of` gives
+        it."""
+        return Prospect(recipe, shape_draft(recipe, config or config_of(recipe)))
 
-        config: config of the target's language part. Default: read it or, for `demo`, build the one that the
-            quickstart's target will have.
-        """
-        model = recipe.model
-        config = config or (
-            LlamaConfig(**demo_shape(model.demo))
-            if model.target == "demo"
-            else target_config(model.target, revision=model.revision, trust_remote_code=model.trust_model_code)
-        )
-        return Prospect(recipe, shape_draft(recipe, config))
+
+def config_of(recipe: Recipe) -> PretrainedConfig:
+    """The config of the target's language part: read or, for `demo`, the one that the quickstart's target will have."""
+    model = recipe.model
+    if model.target == "demo":
+        return LlamaConfig(**demo_shape(model.demo))
+    return target_config(model.target, revision=model.revision, trust_remote_code=model.trust_model_code)
 
 
 def shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocabulary | None = None) -> DraftConfig:

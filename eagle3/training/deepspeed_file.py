@@ -1,5 +1,5 @@
-"""Reads the DeepSpeed file, fills it in from the recipe, and refuses it if the two disagree. Imports
-DeepSpeed only to check the keys that DeepSpeed reads."""
+"""Reads the DeepSpeed file, fills it in from the recipe, and refuses it if the two disagree. Imports DeepSpeed only to
+check the keys that DeepSpeed reads."""
 
 import inspect
 from collections.abc import Sequence

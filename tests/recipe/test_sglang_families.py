@@ -45,6 +45,8 @@ PUBLISHED = {
 TEXT_ALONE = ("kimi-k2.5", "gemma-4-31b", "gemma-4-26b-a4b", "qwen3.5-27b", "qwen3.5-35b-a3b")
 # SGLang's norms inside latent attention take the config's eps, where transformers takes 1e-6.
 EPS_OF_ITS_OWN = ("glm-4.7-flash", "kimi-k2.5")
+# Targets whose rounding is larger than that of the four families.
+ROUNDS_MORE = ("kimi-k2.5", "gemma-4-31b", "gemma-4-26b-a4b", "qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b")
 
 
 def in_sglang(*command: str) -> list | dict:
@@ -134,16 +136,16 @@ def rounding(target: Path, prompts: list[torch.Tensor], rows: list[Rows]) -> flo
 @pytest.mark.parametrize("recipe", COMPARED)
 def test_captured_hidden_states_are_those_of_transformers(recipe, tmp_path):
     """Gemma-3, on two ranks, calls its language model with embeddings, has a tied head that is whole on each rank, and
-    SGLang leaves the residual stream out of what it captures there. Where rounding is larger than in the four
-    families (linear attention; scores that are not scaled), the bound is three times that of transformers: each side
-    may have as much."""
+    SGLang leaves the residual stream out of what it captures there. Where rounding is larger (linear
+    attention; scores that are not scaled), the bound is three times that of transformers: each side may have as
+    much."""
     model, tensor = make_comparable_target(recipe, tmp_path / "target"), 2 if recipe == "gemma-3-27b" else 1
     settings = hook_of(tmp_path / "spool", model)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCABULARY, (length,), generator=generator) for length in (17, 5, 200, 31)]
     own = load_target(model)
     expected, layers = own.prefill(prompts), own.aux_layers
-    allowed = max(ALLOWED, 3 * rounding(model, prompts, expected))
+    allowed = 3 * rounding(model, prompts, expected) if recipe in ROUNDS_MORE else ALLOWED
     # The second flag is for the states of linear attention, which would otherwise get about half of the memory.
     with (
         capturing_server(

@@ -72,7 +72,7 @@ def test_what_one_rank_finds_wrong_is_said_by_all_and_leaves_none_waiting(comput
         assert "its logits are not finite" in messages["overflow on one rank"]
         assert "well again" not in messages
         assert ("heads" in messages) == (layout[0] == 4)
-        assert "has layers of type linear_attention, whose state" in messages["recurrent"]
+        assert "'Qwen3NextForCausalLM': has layers of type linear_attention, whose state" in messages["recurrent"]
         assert messages["recurrent"].endswith("set hidden_states.ulysses and ring to 1, which prefills it in chunks")
 
 

@@ -9,6 +9,7 @@ Follows the definition, one request and one token at a time, in fp32. Pools of s
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import infer_schema
 
 
 def causal_conv1d_fn_cpu(
@@ -171,21 +172,16 @@ def fused_rmsnorm_gated_cpu(x: Tensor, weight: Tensor, gate: Tensor, eps: float)
     return (normed * F.silu(gate.reshape(x.shape).float())).to(x.dtype)
 
 
-# Those that SGLang calls through torch.ops.
-_SCHEMAS = {
-    fused_gdn_gating_cpu: "(Tensor A_log, Tensor a, Tensor b, Tensor dt_bias) -> (Tensor, Tensor)",
-    fused_sigmoid_gating_delta_rule_update_cpu: "(Tensor A_log, Tensor dt_bias, Tensor q, Tensor k, Tensor v, Tensor a,"
-    " Tensor b, Tensor(a!) initial_state_source, Tensor initial_state_indices, Tensor cu_seqlens,"
-    " bool use_qk_l2norm_in_kernel, float softplus_beta, float softplus_threshold) -> Tensor",
-    fused_sigmoid_mul_cpu: "(Tensor(a!) x, Tensor gate) -> ()",
-    fused_qk_gemma_rmsnorm_cpu: "(Tensor q, Tensor k, Tensor q_weight, Tensor k_weight, float eps, int head_dim)"
-    " -> (Tensor, Tensor)",
-    fused_qk_gemma_rmsnorm_with_gate_cpu: "(Tensor q_gate, Tensor k, Tensor q_weight, Tensor k_weight, float eps,"
-    " int head_dim, int num_heads) -> (Tensor, Tensor, Tensor)",
-    fused_rmsnorm_gated_cpu: "(Tensor x, Tensor weight, Tensor gate, float eps) -> Tensor",
-    fused_qkvzba_split_reshape_cat_contiguous_cpu: "(Tensor mixed_qkvz, Tensor mixed_ba, int num_heads_qk,"
-    " int num_heads_v, int head_qk, int head_v) -> (Tensor, Tensor, Tensor, Tensor)",
+# Those that SGLang calls through torch.ops, with the arguments that they change.
+_OPERATORS = {
+    fused_gdn_gating_cpu: (),
+    fused_sigmoid_gating_delta_rule_update_cpu: ("initial_state_source",),
+    fused_sigmoid_mul_cpu: ("x",),
+    fused_qk_gemma_rmsnorm_cpu: (),
+    fused_qk_gemma_rmsnorm_with_gate_cpu: (),
+    fused_rmsnorm_gated_cpu: (),
+    fused_qkvzba_split_reshape_cat_contiguous_cpu: (),
 }
-for function, schema in _SCHEMAS.items():
-    torch.library.define(f"sgl_kernel::{function.__name__}", schema)
+for function, changed in _OPERATORS.items():
+    torch.library.define(f"sgl_kernel::{function.__name__}", infer_schema(function, mutates_args=changed))
     torch.library.impl(f"sgl_kernel::{function.__name__}", "CPU", function)
