@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from eagle3.durable import Lock, lock, writing
+from eagle3.errors import UserError
 
 LOCK = "owner.lock"  # holds the host's name
 # Temporary names of tokenised data, downloads and demo targets, including those of older versions, which had no locks.
@@ -26,6 +27,10 @@ UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.[A-Za-z0-9_-]*\.unfinished")
 QUIET_SECONDS = 86_400.0
 # Exceptions that reading a damaged record, or a file that is not a record, may raise.
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
+
+class Unresumable(UserError):
+    """An error after which what was written into a resumable folder is of no more use."""
 
 
 def sealed(record: dict[str, Any]) -> str:
@@ -53,7 +58,8 @@ def beside(path: Path, resumable: bool = False) -> Iterator[Path]:
     """Provide a temporary folder beside `path`, and remove it at the end. Raises UserError if the folder cannot be
     created, or if writing into it raises an OSError in the caller's block.
 
-    resumable: after a kill or an interrupt the folder stays, and the next call for `path` provides it again
+    resumable: if the caller's block ends early, the folder stays, and the next call for `path` provides it again. A
+    disk that cannot take more, and Unresumable, still remove it.
     """
     remedy = "free space, or set data.cache_dir (of regenerate.py: --cache-dir) to a folder that this user may write"
     with writing(path.parent, remedy):
@@ -65,7 +71,7 @@ def beside(path: Path, resumable: bool = False) -> Iterator[Path]:
             try:
                 yield temporary
             except BaseException as error:
-                kept = resumable and not isinstance(error, Exception)
+                kept = resumable and not isinstance(error, (OSError, Unresumable))
                 raise
             finally:
                 if not kept:
@@ -119,7 +125,7 @@ def replacing_folder(
     """Provide a temporary folder to write into, which then replaces `folder`. Raises UserError if it cannot be written.
 
     keep: decides whether an existing folder stays instead, because a faster process wrote it and may be reading it
-    resumable: as for `beside`; the folder holds what a killed process wrote into it
+    resumable: as for `beside`; the folder holds what an earlier process wrote into it
 
     A reader sees the old folder, briefly none, or the complete new one, and after an exception the old one. Files that
     a reader has open stay readable.

@@ -1,7 +1,7 @@
 """Turn data sources into a set of samples: encoded once, cached by content, with an account of what was left out.
 
 The data is read twice, and never held: first for its content, which names the cached set, then to encode it. A process
-that is killed while it encodes is continued by the next one.
+that ends while it encodes is continued by the next one.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from eagle3.console import GREEN, PLAIN, Progress, Warned, counted
 from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.text.cache import DAMAGE, opens, remove_unfinished, replacing_folder, sealed, unsealed
+from eagle3.text.cache import DAMAGE, Unresumable, opens, remove_unfinished, replacing_folder, sealed, unsealed
 from eagle3.text.conversations import Conversation, iterate_conversations
 from eagle3.text.encode import Encoded, Problem, SampleEncoder, encode_all, split, tokenizer_identity, useful_processes
 from eagle3.text.rows import LISTED, MalformedRows, others
@@ -160,10 +160,10 @@ def prepare_samples(
         rows = again.of(read(malformed=MalformedRows(True, malformed.setting)))
         summary = _write(unfinished, rows, contents, encoder, workers, report)
         if again.key != contents.key:
-            raise UserError(f"{', '.join(sources)}: changed while it was being read; start again")
+            raise Unresumable(f"{', '.join(sources)}: changed while it was being read; start again")
         if not summary.kept:
             [(reason, count)] = Counter(summary.dropped).most_common(1)
-            raise UserError(
+            raise Unresumable(
                 f"{', '.join(sources)}: no usable sample among {summary.rows} ({count}: {reason}); give other data"
             )
         record = {**asdict(summary), "samples": SampleSet.open(unfinished).checksum}
@@ -360,7 +360,7 @@ def _fatal_problems(encoded: Encoded, encoder: SampleEncoder) -> list[tuple[str,
     ]
 
 
-def _refusal(fatal: list[tuple[str, Problem]]) -> UserError:
+def _refusal(fatal: list[tuple[str, Problem]]) -> Unresumable:
     """The error for the first problem, with the number of problems of its kind."""
     origin, problem = fatal[0]
     count = sum(other.kind == problem.kind for _, other in fatal)
@@ -372,4 +372,4 @@ def _refusal(fatal: list[tuple[str, Problem]]) -> UserError:
         "too_large": "cut it into several rows, or leave such rows out with data.malformed=drop",
     }[problem.kind]
     tally = "no other sample has such a problem" if count == 1 else f"{count} samples have such a problem"
-    return UserError(f"{origin}: {problem.reason}{detail}; {tally}; {remedy}")
+    return Unresumable(f"{origin}: {problem.reason}{detail}; {tally}; {remedy}")

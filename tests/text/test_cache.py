@@ -362,14 +362,18 @@ def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("end", [interrupt, kill])
+def lose_a_worker() -> None:
+    raise UserError("data.workers=2: a tokenising process died")
+
+
+@pytest.mark.parametrize("end", [interrupt, lose_a_worker, kill])
 def test_what_an_ended_process_has_tokenised_is_not_tokenised_again_and_the_set_is_the_same(tmp_path, tokenizer, end):
     expected = contents(prepared(tmp_path / "..", tokenizer, *MANY).samples)
     if end is kill:
         assert run(tokenised_until, 192, tmp_path, tokenizer, kill) == -signal.SIGKILL
     else:
-        with pytest.raises(KeyboardInterrupt):
-            tokenised_until(192, tmp_path, tokenizer, interrupt)
+        with pytest.raises((KeyboardInterrupt, UserError)):
+            tokenised_until(192, tmp_path, tokenizer, end)
     lines: list[str] = []
     samples, summary = prepared(tmp_path, tokenizer, *MANY, report=lines.append)
     assert contents(samples) == expected and (summary.rows, summary.kept, summary.cached) == (300, 300, False)

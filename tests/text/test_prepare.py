@@ -258,3 +258,4 @@ def test_data_that_changes_while_it_is_read_is_refused(tmp_path, tokenizer):
     alike = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     with pytest.raises(UserError, match="data.jsonl: changed while it was being read; start again"):
         prepared(tmp_path, tokenizer, "one", chat_template=alike, report=change)
+    assert list((tmp_path / "cache" / "tokenized").iterdir()) == []
