@@ -88,40 +88,35 @@ def config_values(name: str, revision: str | None) -> dict:
                 f"target {name!r}: its config.json is not there; name the folder of a whole checkpoint in model.target"
             )
         values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
-    if not isinstance(values, dict):
-        raise UserError(f"target {name!r}: its config.json holds no object; name the folder of a complete checkpoint")
-    if is_too_deep(values):
+    if flaw := _flaw(values):
         raise UserError(
-            f"target {name!r}: its config.json is nested deeper than {DEEPEST} levels; name another checkpoint"
+            f"target {name!r}: its config.json {flaw}; fix it, or name the folder of another checkpoint in model.target"
         )
+    return values
+
+
+def _flaw(values: object) -> str | None:
+    """What in a config.json would break this program or transformers without a word about the cause, as the end of a
+    sentence that begins with the file."""
+    if not isinstance(values, dict):
+        return "holds no object"
+    if is_too_deep(values):
+        return f"is nested deeper than {DEEPEST} levels"
     for key, kind in OBJECTS.items():
         if values.get(key) is not None and not isinstance(values[key], kind):
-            raise UserError(
-                f"target {name!r}: its config.json has {key} {shown(values[key])}, which is not a {kind.__name__}; "
-                "name another checkpoint"
-            )
+            return f"has {key} {shown(values[key])}, which is not a {kind.__name__}"
     for architecture in values.get("architectures") or []:
         if not isinstance(architecture, str):
-            raise UserError(
-                f"target {name!r}: its config.json has {shown(architecture)} in architectures, which is not the name "
-                "of a class; name another checkpoint"
-            )
-    for section, part in {"": values, **{f"{key}.": part for key, part in values.items()}}.items():
-        if not isinstance(part, dict):
-            continue
-        for key in SIZES if section in ("", "text_config.") else ():
-            if isinstance(part.get(key), int) and part[key] < 1:
-                raise UserError(
-                    f"target {name!r}: its config.json has {section}{key} {shown(part[key])}, which is no size; fix "
-                    "it, or name another checkpoint"
-                )
+            return f"has {shown(architecture)} in architectures, which is not the name of a class"
+    parts = {f"{key}.": part for key, part in values.items() if isinstance(part, dict)}
+    for section, part in {"": values, **parts}.items():
         layers = part.get("num_hidden_layers")
         if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would build them all
-            raise UserError(
-                f"target {name!r}: its config.json has {shown(layers)} layers, more than {MOST_LAYERS:,}; name another "
-                "checkpoint in model.target"
-            )
-    return values
+            return f"has {shown(layers)} layers, more than {MOST_LAYERS:,}"
+        for key in SIZES if section in ("", "text_config.") else ():
+            if isinstance(part.get(key), int) and part[key] < 1:
+                return f"has {section}{key} {shown(part[key])}, which is no size"
+    return None
 
 
 def weight_files(name: str, revision: str | None) -> dict[str, str] | None:
