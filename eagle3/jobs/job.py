@@ -13,10 +13,9 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from eagle3.console import Say, Warned, counted, waiting
 from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, demo_target
-from eagle3.draft.config import drafted_tokens
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
-from eagle3.jobs.prospect import Prospect, aux_layers_of, shape_draft
+from eagle3.jobs.prospect import Prospect, aux_layers_of, shape_draft, vocabulary_size
 from eagle3.parallel.topology import agreed, every_core
 from eagle3.recipe.schema import Recipe, Source
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
@@ -44,7 +43,7 @@ class KnownTarget:
 
     @cached_property
     def aux_layers(self) -> tuple[int, int, int]:
-        """The target layers that the draft reads. Raises UserError if the recipe names layers that do not exist."""
+        """The target layers that the draft reads. Raises UserError if there are no such layers."""
         return aux_layers_of(self.recipe, self.config)
 
     @cached_property
@@ -112,7 +111,7 @@ def find_target(recipe: Recipe, device: torch.device, say: Say, *, make: bool = 
     config = target_config(target, revision=model.revision, trust_remote_code=model.trust_model_code)
     if model.draft.vocabulary is None and model.draft.init_from is None:
         # Refuse an impossible size before reading any data.
-        drafted_tokens(model.draft.vocab_size, config.vocab_size)
+        vocabulary_size(model.draft, config.vocab_size)
     return KnownTarget(recipe, target, config, tokenizer, read_template(template) if template else None)
 
 
@@ -272,7 +271,7 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
             )
         vocabulary, origin = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d), str(draft.init_from)
     else:
-        size, origin = drafted_tokens(draft.vocab_size, target_vocab_size), "most frequent"
+        size, origin = vocabulary_size(draft, target_vocab_size), "most frequent"
         vocabulary, share = choose_vocabulary(inputs.train, target_vocab_size, size, say)
     if draft.vocab_size not in (None, vocabulary.size):
         raise UserError(

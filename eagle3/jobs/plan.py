@@ -94,7 +94,7 @@ def plan(prospect: Prospect, planned: Planned, memory: float, context: int | Non
     best = best_layout(planned, planned.sizes.ranks, stream_of, usable)
     encoding = store_encoding(prospect)
     return {
-        "draft": {name: getattr(planned.draft, name) for name in SHAPE},
+        "draft": {name: getattr(planned.draft, name) for name in SHOWN_SHAPE},
         "layout": layout_of(planned),
         "stream": dataclasses.asdict(stream),
         "memory": dict(needs) | {"all": needs.total(), "usable": usable},
@@ -137,7 +137,7 @@ def seen_share(encoding: Encoding, stream: PlannedStream) -> float:
     return min(1.0, stream.supervised + reached)
 
 
-SHAPE = (
+SHOWN_SHAPE = (
     *("hidden_size", "target_hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "draft_vocab_size", "window"),
 )

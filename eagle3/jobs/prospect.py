@@ -17,11 +17,13 @@ from eagle3.targets.checkpoint import target_config
 from eagle3.targets.facts import recurrent_layers
 from eagle3.text.vocabulary import DraftVocabulary
 
-# Keys of model.draft that override the config.
-SHAPE = (
+# What model.draft.config gives a draft, beside its vocabulary's size and auxiliary layers; and which of it model.draft
+# has keys for, which override the config.
+OVERRIDABLE = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("max_position_embeddings", "rope_parameters", "rms_norm_eps", "window"),
+    *("max_position_embeddings", "rope_parameters", "rms_norm_eps", "window", "fc_norm", "norm_output"),
 )
+GIVEN = (*OVERRIDABLE, "norm_before_fc", "norm_before_residual")
 
 
 @dataclass(frozen=True)
@@ -52,19 +54,17 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocab
     vocabulary: the draft vocabulary, if it is already chosen
     """
     draft = recipe.model.draft
-    changes = {name: getattr(draft, name) for name in SHAPE}
+    changes = {name: getattr(draft, name) for name in OVERRIDABLE}
     if draft.rope_parameters is not None:
         changes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0, **draft.rope_parameters}
     if draft.config is not None:
         config = read_draft_config(draft.config)
-        changes = {name: getattr(config, name) if value is None else value for name, value in changes.items()}
+        changes = {name: changes.get(name) or getattr(config, name) for name in GIVEN}
     shape = derive_draft(
         target,
-        draft_vocab_size=vocabulary.size if vocabulary else drafted_tokens(draft.vocab_size, target.vocab_size),
+        draft_vocab_size=vocabulary.size if vocabulary else vocabulary_size(draft, target.vocab_size),
         aux_layers=aux_layers_of(recipe, target),
         vocab_size=len(vocabulary.t2d) if vocabulary else target.vocab_size,
-        fc_norm=draft.fc_norm,
-        norm_output=draft.norm_output,
         **changes,
     )
     origin = "model.draft.window" if draft.config is None or draft.window is not None else str(draft.config)
@@ -84,9 +84,19 @@ def require_judgeable(recipe: Recipe, target: PretrainedConfig) -> None:
 
 
 def aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int]:
-    """The target layers that the draft reads. Raises UserError if the recipe names layers that do not exist."""
-    layers = recipe.model.aux_layers or default_aux_layers(target.num_hidden_layers, target.model_type)
+    """The target layers that the draft reads: those of model.aux_layers, of model.draft.config, or the default. Raises
+    UserError if there are no such layers."""
+    model = recipe.model
+    layers = model.aux_layers or (model.draft.config and read_draft_config(model.draft.config).aux_layers)
+    layers = layers or default_aux_layers(target.num_hidden_layers, target.model_type)
     return check_aux_layers(layers, target.num_hidden_layers)
+
+
+def vocabulary_size(draft: Draft, target_vocab_size: int) -> int:
+    """The size of a draft vocabulary that is to be chosen: that of model.draft, of model.draft.config, or the default.
+    Raises UserError if it exceeds the target's vocabulary."""
+    chosen = draft.vocab_size or (draft.config and read_draft_config(draft.config).draft_vocab_size)
+    return drafted_tokens(chosen, target_vocab_size)
 
 
 def draft_window(draft: Draft) -> int | None:

@@ -226,11 +226,11 @@ def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
             "model.draft.window to that, or to another number"
         )
     for name in job.shape.different_sizes(exported.config)[:1]:
-        remedy = f"set model.draft.config to {exported.origin}/config.json"
+        key = "model.aux_layers" if name == "aux_layers" else f"model.draft.{name}"
+        is_set = job.recipe.model.aux_layers if name == "aux_layers" else getattr(settings, name, None)
+        remedy = f"leave out {key} and " * bool(is_set) + f"set model.draft.config to {exported.origin}/config.json"
         if name in ("hidden_size", "target_hidden_size", "vocab_size"):
             remedy = "name the export of a draft for this target"
-        elif getattr(settings, name, None) is not None:
-            remedy = f"leave out model.draft.{name}"
         raise UserError(
             f"{exported.origin}: {name} is {getattr(exported.config, name)!r}, this run's draft has "
             f"{getattr(job.shape, name)!r}; {remedy}, or train without init_from"

@@ -356,9 +356,9 @@ def test_a_warm_start_from_another_shape_names_the_size(recipe, topology, target
     other = export(tmp_path / "other", target, topology, vocab_size=250)
     assert str(other) in complaint(recipe, topology, f"model.draft.init_from={other}")
     same = f"model.draft.init_from={export(tmp_path / 'same', target, topology)}"
-    assert "leave out model.draft.intermediate_size, or" in complaint(
-        recipe, topology, same, "model.draft.intermediate_size=96"
-    )
+    for key, value in (("model.draft.intermediate_size", 96), ("model.aux_layers", [0, 1, 2])):
+        remedy = f"leave out {key} and set model.draft.config to {tmp_path / 'same'}/config.json, or train without"
+        assert remedy in complaint(recipe, topology, same, f"{key}={value}")
     config = json.loads((tmp_path / "same" / "config.json").read_text(encoding="utf-8"))
     window = {"layer_types": ["sliding_attention"], "sliding_window": 5}
     (tmp_path / "same" / "config.json").write_text(json.dumps(config | window), encoding="utf-8")

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -21,7 +22,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle3.draft.config import drafted_tokens
+from eagle3.draft.config import DraftConfig, drafted_tokens
 from eagle3.draft.derivation import derive_draft, derived_rope
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
@@ -38,7 +39,7 @@ from eagle3.jobs.new_recipe import (
 from eagle3.jobs.plan import planned_step
 from eagle3.jobs.prospect import Prospect, require_judgeable
 from eagle3.planning.fitting import RESERVED, PlannedStream
-from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.loading import checked_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.targets.checkpoint import target_config
 from eagle3.targets.facts import TargetFacts, read_facts
@@ -365,6 +366,26 @@ def test_a_vocabulary_below_32_000_is_drafted_whole():
     assert [drafted_tokens(None, size) for size in (151_936, 1024)] == [32_000, 1024]
     with pytest.raises(UserError, match="2000 draft tokens of a target vocabulary of 1024"):
         drafted_tokens(2000, 1024)
+
+
+def test_a_drafts_config_gives_its_whole_shape_and_the_recipes_keys_override_it(tmp_path, facts):
+    name, target = "qwen3-8b", facts["qwen3-8b"].config
+    other = replace(
+        Prospect.of(recipe_of(name), target).shape,
+        **dict.fromkeys(("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"), True),
+        **{"intermediate_size": 512, "draft_vocab_size": 16_000, "aux_layers": (2, 10, 20), "window": 64},
+    )
+    (tmp_path / "config.json").write_text(json.dumps(other.to_json("bfloat16")), encoding="utf-8")
+    model = {"target": str(FAMILIES / name), "draft": {"config": str(tmp_path / "config.json")}}
+
+    def shape(**changes) -> DraftConfig:
+        draft = model["draft"] | changes.pop("draft", {})
+        recipe = checked_recipe({"model": {**model, **changes, "draft": draft}, "data": {"train": ["x"]}}, "test")
+        return Prospect.of(recipe, target).shape
+
+    assert shape() == other
+    overridden = shape(aux_layers=[1, 2, 3], draft={"vocab_size": 100, "window": 32, "intermediate_size": 256})
+    assert overridden == replace(other, aux_layers=(1, 2, 3), draft_vocab_size=100, window=32, intermediate_size=256)
 
 
 def test_refresh_changes_nothing_but_what_follows_from_the_keys(new_recipe, tmp_path):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -35,7 +36,7 @@ from eagle3.states.spool import (
     wanted_rows,
 )
 from eagle3.states.store.shard import Encoding
-from eagle3.targets.sglang.client import Producer, Servers
+from eagle3.targets.sglang.client import Producer, Request, Servers
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import require_supported
 from eagle3.targets.sglang.spool_writer import Selection, Share, SpoolWriter
@@ -488,6 +489,29 @@ def test_with_no_server_left_every_request_fails_with_the_remedy(tmp_path):
             SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one, 0))
         producer.close()
     assert len(lines) == 1 and "left out; 1 server left" in lines[0]
+
+
+def test_a_sample_outlives_every_server_but_the_last(tmp_path):
+    one, _ = a_sample(1, 4)
+    first, second, third = urls = ["http://127.0.0.1:9", "http://127.0.0.1:10", "http://127.0.0.1:11"]
+    ticket, death = ticket_of("job", one), OSError("died")
+    for slow in (False, True):
+        servers = Servers(urls, tmp_path, 0, lambda line: None)  # asks nothing by itself
+        servers.request(Request(ticket, one.ids, None, Future()))
+        taken = servers._next(first)
+        if slow:  # the second is asked, too, and dies, while the first is still at work
+            servers.asked[first, ticket] = taken._replace(slow=first), 0.0
+            servers.request(taken._replace(slow=first))
+            assert servers._next(second).ticket == ticket
+            servers._leave_out(second, death)
+            assert not servers.waiting
+            servers._leave_out(first, death)
+        else:
+            servers._leave_out(first, death)
+            assert servers._next(second).ticket == ticket
+            servers._leave_out(second, death)
+        assert servers._next(third).ticket == ticket
+        servers.close()
 
 
 def test_a_sample_that_is_read_before_its_server_answers_does_not_hold_up_the_next(tmp_path):

@@ -227,8 +227,9 @@ class Servers:
                 if request.slow is None and time.monotonic() - began > patience:
                     slow = request._replace(slow=url)
                     with self.changed:
-                        self.asked[url, request.ticket] = slow, began
-                    self.request(slow)
+                        if (url, request.ticket) in self.asked:  # otherwise it has just been answered
+                            self.asked[url, request.ticket] = slow, began
+                            self.request(slow)
 
     def _again(self, url: str, request: Request, error: OSError) -> None:
         request = request._replace(failures=request.failures + 1)
@@ -300,7 +301,11 @@ class Servers:
                 self.report(
                     Warned(f"{url} does not answer ({error}): left out; {counted(len(self.live), 'server')} left")
                 )
-                self.waiting.extendleft(request._replace(slow=url) for request in asked if request.slow is None)
+                elsewhere = {request.ticket for request in self.waiting}
+                elsewhere |= {ticket for server, ticket in self.asked if server in self.live}
+                self.waiting.extendleft(
+                    request._replace(slow=url) for request in asked if request.ticket not in elsewhere
+                )
             else:
                 self.failure = (
                     f"target.servers: no server is left ({url}: {error}); start one and continue: capture.py goes on "
