@@ -176,12 +176,15 @@ choose_container() {
   fi
 }
 
-# Print the value of the recipe's key $1.$2, with defaults and overrides applied. A mistake is one line and exit code 2.
-recipe_value() {
-  local recipe
-  recipe=$("${once[@]}" python "$root/launchers/train.py" "${arguments[@]}" --print-recipe) || return
-  "${once[@]}" python -c 'import sys, yaml
-print(yaml.safe_load(sys.argv[1])[sys.argv[2]][sys.argv[3]])' "$recipe" "$1" "$2"
+require_requeues() {
+  [[ ${MAX_REQUEUES:-100} =~ ^[0-9]+$ ]] ||
+    refuse "MAX_REQUEUES=$MAX_REQUEUES: is not a number; give how often the job may go back into the queue"
+}
+
+# Run a submission in place of this script. $1: what to do without Slurm. The rest: the command.
+submit() {
+  command -v sbatch >/dev/null || refuse "sbatch is not on PATH: this machine does not submit to Slurm; $1"
+  exec "${@:2}"
 }
 
 # Requeue this job under the same number, with the same logs. Slurm ends the script for this, so nothing after it runs.

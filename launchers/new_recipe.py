@@ -5,10 +5,10 @@ from pathlib import Path
 
 from eagle3.command_line import Parser, slow_imports
 from eagle3.console import Console, tell, waiting
-from eagle3.durable import writing
+from eagle3.durable import write_text, writing
 from eagle3.errors import UserError, run_command
 from eagle3.hub import require_target_folder
-from eagle3.recipe.loading import load_recipe
+from eagle3.recipe.loading import apply_override, checked_recipe, load_recipe
 from eagle3.targets.sglang.installed import INSTALL, TESTED, is_installed
 
 ROOT = Path(__file__).parent.parent
@@ -19,8 +19,6 @@ def main() -> None:
     parser = Parser(__doc__)
     parser.add_argument("--target", help="hub id, or a folder with a config.json")
     parser.add_argument("--id", help="hub id to write as model.target in place of the folder that is read")
-    parser.add_argument("--revision", help="of the hub id")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with its config")
     parser.add_argument("--out", type=Path, help="the YAML to write (default: recipes/ and the target's name)")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
     parser.add_argument("--refresh", type=Path, metavar="RECIPE", help="rewrite a recipe's closing comment")
@@ -32,6 +30,8 @@ def main() -> None:
         raise UserError(
             "new_recipe.py: name --target for a new recipe, --refresh with a recipe, or --table with docs/models.md"
         )
+    if (options.refresh or options.table) and (unused := ["--id"] * bool(options.id) + options.overrides):
+        raise UserError(f"new_recipe.py: {unused[0]} is for a new recipe; leave it out, and edit the recipe itself")
     if options.table:
         write_table(options.table)
     elif options.refresh:
@@ -59,14 +59,16 @@ def write_new(options: argparse.Namespace) -> None:
         from eagle3.targets.sglang.version import eagle3_targets
 
     console = Console(speaks=True, quiet=options.quiet)
+    values: dict = {"model": {"target": target}}
+    for override in options.overrides:
+        apply_override(values, override)
+    model = checked_recipe(values, "new recipe", options.overrides).model
     with waiting(console, f"reading {options.target}"):
-        facts = read_facts(options.target, options.revision, options.trust_remote_code)
-        code = None if options.trust_remote_code else tokenizer_code(options.target, options.revision)
+        facts = read_facts(options.target, model.revision, model.trust_model_code)
+        code = None if model.trust_remote_code else tokenizer_code(options.target, model.revision)
     with waiting(console, "asking SGLang which targets it serves"):
         served = eagle3_targets(console)
-    model = {"revision": options.revision} if options.revision else {}
-    model |= {"trust_remote_code": True} if options.trust_remote_code else {}
-    text = new_recipe_text(target, facts, options.deepspeed, model, options.overrides, is_installed(), served)
+    text = new_recipe_text(target, facts, options.deepspeed, options.overrides, is_installed(), served)
     with writing(out, "free space, or name another file with --out"):
         out.write_text(text, encoding="utf-8")
     recipe = load_recipe(out)  # check that the new recipe can be loaded
@@ -74,7 +76,7 @@ def write_new(options: argparse.Namespace) -> None:
     if facts.assumed:
         defaults = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())
         tell(f"config.json does not give {defaults}: these are the defaults of transformers' class; check them")
-    if code and not recipe.model.trust_remote_code:
+    if code:
         tell(f"its tokenizer is Python code ({code}): read it, and set model.trust_remote_code=tokenizer to let it run")
     if facts.quantised_head:
         tell("its lm_head is quantised: the recipe takes the target's own logits as teacher (target.teacher: logits)")
@@ -101,16 +103,17 @@ def write_new(options: argparse.Namespace) -> None:
 
 
 def refresh(options: argparse.Namespace) -> None:
-    from eagle3.jobs.new_recipe import refreshed
-    from eagle3.targets.facts import read_facts
-
     recipe = load_recipe(options.refresh)
+    with slow_imports(options.quiet):
+        from eagle3.jobs.new_recipe import refreshed
+        from eagle3.targets.facts import read_facts
+
     model = recipe.model
-    source = options.target or model.target
-    facts = read_facts(source, options.revision or model.revision, options.trust_remote_code or model.trust_model_code)
+    facts = read_facts(options.target or model.target, model.revision, model.trust_model_code)
     text = options.refresh.read_text(encoding="utf-8")
     text = refreshed(text, recipe, facts, options.deepspeed, str(options.refresh))
-    options.refresh.write_text(text, encoding="utf-8")
+    with writing(options.refresh, "free space"):
+        write_text(options.refresh, text)
     tell(f"{options.refresh}: written again")
 
 

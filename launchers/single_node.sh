@@ -21,16 +21,17 @@ read_command_line "$@"
 ((${#options[@]} == 0)) || refuse "-- is for slurm_multi.sh; leave it out"
 require deepspeed
 
-gpus=1 # on a machine without GPUs, one process with all cores
+gpus=1 most='' # on a machine without GPUs, one process with all cores, or as many as PROCESSES says
 if [[ ${CUDA_VISIBLE_DEVICES:-} ]]; then
   [[ $CUDA_VISIBLE_DEVICES =~ ^[0-9]+(,[0-9]+)*$ ]] ||
     refuse "CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES: DeepSpeed takes numbers only; name the GPUs as in 0,1"
   IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
-  gpus=${#visible[@]}
+  gpus=${#visible[@]} most=$gpus
 elif command -v nvidia-smi >/dev/null && [[ ! -v CUDA_VISIBLE_DEVICES ]]; then
-  gpus=$(nvidia-smi -L | grep -c '^GPU' || true)
+  gpus=$(nvidia-smi -L | grep -c '^GPU' || true) most=${gpus#0}
 fi
 choose_processes "$gpus"
+[[ ! $most ]] || ((processes <= most)) || refuse "PROCESSES=$PROCESSES: is more than the GPUs here, $most; give $most or fewer"
 set_environment "$processes"
 # As on a CPU; otherwise DeepSpeed adds remarks about this machine to the output of the check.
 DS_ACCELERATOR=cpu python "$root/launchers/train.py" "${arguments[@]}" --check "1x$processes" || exit

@@ -35,11 +35,7 @@ fi
 # shellcheck source=launchers/environment.sh
 source "$root/launchers/environment.sh"
 
-# capture.py would report the same, but only after minutes.
 check() {
-  local path
-  path=$(recipe_value hidden_states path) || return
-  [[ $path != None ]] || refuse "the recipe's hidden_states.path is not set; name the folder of the store"
   "${once[@]}" python "$root/launchers/capture.py" "${arguments[@]}" --check
 }
 
@@ -57,6 +53,7 @@ show_step() {
 
 read_command_line "$@"
 require_separator
+require_requeues
 [[ $program == train.py ]] || refuse "--doctor is for slurm_multi.sh; leave it out"
 choose_container
 if [[ ! ${SLURM_JOB_ID:-} ]]; then
@@ -78,7 +75,7 @@ if [[ ! ${SLURM_JOB_ID:-} ]]; then
     show_step
     exit
   fi
-  exec "${submission[@]}"
+  submit "capture here with launchers/capture.py" "${submission[@]}"
 fi
 
 ((${#options[@]} == 0)) || refuse "sbatch options in a job that has begun: ${options[*]}; leave them out, with the --"
@@ -97,7 +94,7 @@ if [[ $dry_run ]]; then
   exit
 fi
 
-# SIGUSR1 comes before the time limit. The store keeps what it has; the current shard is captured again.
+# SIGUSR1 comes before the time limit. The store keeps every sample that is whole.
 trap requeue USR1
 trap : TERM # srun gets it too, and this script waits for srun's end
 echo "job $SLURM_JOB_ID: part $part of $SLURM_ARRAY_TASK_COUNT on $SLURM_JOB_NODELIST"

@@ -46,6 +46,13 @@ check() {
     python "$root/launchers/train.py" "${arguments[@]}" "${resume[@]}" --check "${nodes}x$processes"
 }
 
+# The recipe's output.dir, with overrides applied.
+output_dir() {
+  local recipe
+  recipe=$("${once[@]}" python "$root/launchers/train.py" "${arguments[@]}" --print-recipe) || return
+  "${once[@]}" python -c 'import sys, yaml; print(yaml.safe_load(sys.argv[1])["output"]["dir"])' "$recipe"
+}
+
 # The command that starts one launcher per node. When a rank dies, the others report why and end by themselves; --wait
 # ends what is left a minute after the first node has ended. (--kill-on-bad-exit=1 would cut off the reason, and also
 # the nodes that end with 75 a second after the first.) Ranks may use all cores that the job has on their node.
@@ -66,8 +73,7 @@ show_step() {
 
 read_command_line "$@"
 require_separator
-[[ ${MAX_REQUEUES:-100} =~ ^[0-9]+$ ]] ||
-  refuse "MAX_REQUEUES=$MAX_REQUEUES: is not a number; give how often the job may go back into the queue"
+require_requeues
 resume=() # the caller's own --resume counts; without one, add it
 [[ " ${arguments[*]} " == *" --resume"[\ =]* ]] || resume=(--resume auto)
 
@@ -90,9 +96,7 @@ if [[ ! ${SLURM_JOB_ID:-} ]]; then
     show_step
     exit
   fi
-  command -v sbatch >/dev/null ||
-    refuse "sbatch is not on PATH: this machine does not submit to Slurm; train here with launchers/single_node.sh"
-  exec "${submission[@]}"
+  submit "train here with launchers/single_node.sh" "${submission[@]}"
 fi
 
 ((${#options[@]} == 0)) || refuse "sbatch options in a job that has begun: ${options[*]}; leave them out, with the --"
@@ -114,7 +118,7 @@ if [[ $dry_run ]]; then
   exit
 fi
 
-folder=$(recipe_value output dir)/checkpoints
+folder=$(output_dir)/checkpoints
 newest_checkpoint() {
   if [[ -d $folder ]]; then find "$folder" -maxdepth 1 -name 'step-*' ! -name '*.partial' | sort | tail -n 1; fi
 }

@@ -50,19 +50,19 @@ def new_recipe_text(
     target: str,
     facts: TargetFacts,
     deepspeed_file: Path,
-    model: dict | None = None,
     overrides: Sequence[str] = (),
     engine: bool = True,
     served: Collection[str] = EAGLE3_TARGETS,
 ) -> str:
     """A complete recipe for `target` (hub id or folder), ready for editing, laid out for one node with 8 GPUs of 80 GB.
 
-    model: further keys for the recipe's `model` section; overrides: `section.key=value` for other keys
+    overrides: `section.key=value`; parallelism.ulysses or ring keeps the layout from being chosen
     engine: use SGLang if it can serve the target. If False, transformers runs the target during training, unless it
         needs several GPUs or its head is quantised.
     served: architectures that SGLang serves with an EAGLE3 draft
 
-    Raises UserError if no draft can be derived, naming the override that would help.
+    Raises UserError if no draft can be derived, naming the override that would help, or if the overrides do not fit
+    together.
     """
     name, gpus = Path(target).name.lower(), engine_gpus(facts)
     positions = {"max_position_embeddings": MOST_POSITIONS // 4} if (facts.context or 0) > MOST_POSITIONS else {}
@@ -74,7 +74,6 @@ def new_recipe_text(
     values: dict[str, dict] = {
         "model": {
             "target": target,
-            **(model or {}),
             "draft": {"vocab_size": drafted_tokens(None, facts.config.vocab_size), **positions, **lm_head},
         },
         "data": {"train": ["preset:ultrachat", "preset:longalign"], "too_long": "truncate", "unusable": "drop"},
@@ -92,15 +91,20 @@ def new_recipe_text(
         apply_override(values, override)
     context = facts.context or planned(_recipe(values), facts, NODE, deepspeed_file).draft.max_position_embeddings
     length = values["data"].setdefault("max_length", min(CONTEXTS[1], context))
-    layout = _fitting(_recipe(values), facts, NODE, PlannedStream(length, 1, 1.0), deepspeed_file)
-    if layout is not None:
+    if values["parallelism"].keys() & {"ulysses", "ring"}:
+        sizes = planned_step(Prospect.of(_recipe(values), facts.config), NODE, deepspeed_file, packed=False).sizes
+    elif layout := _fitting(_recipe(values), facts, NODE, PlannedStream(length, 1, 1.0), deepspeed_file):
         sizes, memory = layout.planned.sizes, layout.planned.memory
-        values["parallelism"] = {"ulysses": sizes.ulysses, "ring": sizes.ring} | values["parallelism"]
+        values["parallelism"] |= {"ulysses": sizes.ulysses, "ring": sizes.ring}
         if sizes.ring > 1:
             values["parallelism"].setdefault("ring_mode", layout.planned.ring_mode)
-        # one sample per stream, as assumed when the layout was chosen
-        values["training"].setdefault("accumulation", max(values["training"]["global_batch_size"] // sizes.data, 1))
         values["memory"] = {"recompute": memory.recompute, "inputs": layout.planned.residence} | values["memory"]
+    else:
+        sizes = None
+    if sizes:  # one sample per stream, as assumed when a layout is chosen
+        values["training"].setdefault("accumulation", max(values["training"]["global_batch_size"] // sizes.data, 1))
+    recipe = _recipe(values)
+    planned_step(Prospect.of(recipe, facts.config), NODE, deepspeed_file, packed=True)  # refuses what train.py would
     head = (
         f"An EAGLE3 draft for {target} ({model_size(facts.parameters)}). Edit it, and run plan.py, prepare.py, "
         "capture.py, train.py with it; docs/new-model.md goes through every part. Drafts learn best from the target's "
@@ -108,7 +112,7 @@ def new_recipe_text(
     )
     sections = (yaml.safe_dump({name: keys}, sort_keys=False, width=WIDTH) for name, keys in values.items() if keys)
     commented = "".join(f"# {line}\n" for line in textwrap.wrap(head, WIDTH))
-    return f"{commented}{''.join(sections)}\n{findings(_recipe(values), facts, deepspeed_file)}\n"
+    return f"{commented}{''.join(sections)}\n{findings(recipe, facts, deepspeed_file)}\n"
 
 
 def model_size(parameters: int) -> str:

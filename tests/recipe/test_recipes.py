@@ -368,6 +368,21 @@ def test_a_vocabulary_below_32_000_is_drafted_whole():
         drafted_tokens(2000, 1024)
 
 
+def test_a_chosen_layout_is_kept_and_its_accumulation_fits(facts):
+    overrides = ["data.max_length=131072", "parallelism.ring=4"]
+    text = new_recipe_text("owner/model", facts["llama-3.3-70b"], ZERO2, overrides)
+    values = yaml.safe_load(text)
+    assert values["parallelism"] == {"ring": 4} and values["training"]["accumulation"] == 32 // 2
+
+
+def test_the_keys_of_a_new_recipe_say_how_its_config_is_read(new_recipe, tmp_path):
+    own_code(tmp_path)
+    arguments = ("--target", tmp_path, "--out", tmp_path / "x.yaml")
+    assert "model.trust_remote_code=true" in new_recipe(*arguments)[2]
+    code, _, errors = new_recipe(*arguments, "model.trust_remote_code=true")
+    assert "trust_remote_code" not in errors, errors
+
+
 def test_a_drafts_config_gives_its_whole_shape_and_the_recipes_keys_override_it(tmp_path, facts):
     name, target = "qwen3-8b", facts["qwen3-8b"].config
     other = replace(
@@ -474,7 +489,14 @@ def test_a_recipe_that_names_an_unknown_architecture_fails_with_what_is_missing(
         ((), "name --target"),
         (("--refresh", "absent.yaml"), "no such recipe"),
         (("--refresh", ROOT / "recipes" / "quickstart.yaml", "--target", FAMILIES / "qwen3-8b"), "has no lines"),
+        (
+            ("--refresh", ROOT / "recipes" / "qwen3-8b.yaml", "data.max_length=9"),
+            "data.max_length=9 is for a new recipe",
+        ),
         (("--table", "absent.md"), "no such file"),
+        (("--target", FAMILIES / "qwen3-8b", "--out", "x.yaml", "data=3"), "data"),
+        (("--target", FAMILIES / "qwen3-8b", "--out", "x.yaml", "training.global_batch_size=4"), "global_batch_size"),
+        (("--target", FAMILIES / "qwen3-8b", "--out", "x.yaml", "parallelism.ring=5"), "ring 5"),
         (("--table", ROOT / "setup.cfg"), "has no lines"),
         (("--target", "./absent", "--out", "x.yaml"), "no such folder"),
         (("--target", FAMILIES / "qwen3-8b", "--out", "absent/x.yaml"), "there is no folder absent"),
