@@ -64,8 +64,7 @@ def main() -> int:
         if topology.is_first:
             for line in by_context.lines():
                 tell(line)
-        result = by_context.as_dict() | {"draft": str(draft)} | target_and_texts(inputs, files)
-        lossless = by_context.lossless
+        lossless, result = by_context.lossless, by_context.as_dict()
     else:
         if tree is not None:
             judgement = judge_served(inputs, draft, tree, decoding, console, files)
@@ -80,7 +79,7 @@ def main() -> int:
         raise UserError(
             f"{draft}: exported again while it was being judged, so the result is for a draft that is gone; judge again"
         )
-    write_result(out, result, console)
+    write_result(out, result | {"draft": str(draft)} | target_and_texts(inputs, files), console)
     stop_distributed()
     return 1 if lossless is False else 0
 

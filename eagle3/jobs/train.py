@@ -19,7 +19,7 @@ from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
 from eagle3.jobs.description import describe_run
-from eagle3.jobs.evaluate import held_out_prompts, judge
+from eagle3.jobs.evaluate import held_out_prompts, judge, target_and_texts
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.plan import memory_plan
 from eagle3.jobs.prospect import require_judgeable
@@ -370,7 +370,8 @@ def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finis
             return True
         judgement = judge(job, target, folder.export, run.topology, console)
         folder.claim.require()
-        folder.write_evaluation(judgement.as_dict())
+        own = {"draft": str(folder.export)} | target_and_texts(job, {})
+        folder.write_evaluation(judgement.as_dict() | own)
         return judgement.trained.lossless
     finally:
         finish(folder.path, console)

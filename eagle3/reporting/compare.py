@@ -81,7 +81,10 @@ def runs_table(compared: Sequence[Compared]) -> Table:
     """The table of key numbers, with one column per run and a note on further differences."""
     rows = [summary_rows(each.run) for each in compared]
     names = list(dict.fromkeys(name for of_run in rows for name in of_run))
+    judged = [each for each in compared if each.run.evaluation]
+    conditions = {name: [_condition(each.run.evaluation, name) for each in judged] for name in CONDITIONS}
     differences = differing(compared, {key: [each.run.key(key) for each in compared] for key in DECISIVE})
+    differences += differing(judged, {f"judged with {name}": values for name, values in conditions.items()})
     return Table(
         "Runs",
         ["run", *(each.name for each in compared)],
@@ -132,6 +135,8 @@ def _condition(record: Record, name: str) -> Any:
         return tree(record)
     if name != "prompts":
         return record.get(name)
+    if "contexts" not in record:
+        return record["conversations"]
     counts = sorted({row["conversations"] for row in record["contexts"]})
     return f"{counts[0]} a context" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} a context"
 

@@ -130,7 +130,8 @@ def _results(run: RunRecord) -> dict[str, Any]:
         and f"{number(best['simulated_acceptance_length'])} held out (the target's own token not counted)",
         "acceptance length": length is not None
         and f"{length:.2f} (the target's own token counted; {rule(result)}, "
-        f"{counted(result['conversations'], 'conversation')})"
+        f"{counted(result['conversations'], 'conversation')}"
+        + (f" of {result['texts']})" if result.get("texts") else ")")
         + (f"; untrained draft {untrained['acceptance_length']:.2f}" if untrained else ""),
         "accepted by draft position": length is not None
         and " ".join(map(number, result.get("position_acceptance") or [])),

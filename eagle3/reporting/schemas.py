@@ -62,6 +62,7 @@ class Evaluation(Judged):
 
     new_tokens: Count
     draft_tokens: Count
+    texts: str | None = None  # None in older files, as the target and the draft
     temperature: Amount | None = None
     topk: Count = 1
     untrained: Untrained | None = None
