@@ -149,7 +149,7 @@ def write_samples(folder: Path, options: argparse.Namespace) -> None:
 
     from eagle3.states.rows import Rows
     from eagle3.states.spool import Spool, Ticket, WantedRows, want
-    from eagle3.targets.sglang.spool_writer import Selection, Share, SpoolWriter
+    from eagle3.targets.sglang.spool_writer import RequestRows, Selection, SpoolWriter
 
     folder.mkdir()
     encoding, generator = encoding_of(options), torch.Generator().manual_seed(0)
@@ -163,7 +163,7 @@ def write_samples(folder: Path, options: argparse.Namespace) -> None:
             ticket, wanted = Ticket.of(spool.job, f"{place:032x}", options.tokens, 0), WantedRows(sample.loss_mask)
             want(spool.path, ticket, wanted)
             selection = Selection.of(wanted, options.tokens, encoding)
-            share = Share(ticket, 0, 0, 0, selection)
+            share = RequestRows(ticket, 0, 0, 0, selection)
             writer.take(share, sample.ids, Rows(rows.aux, rows.teacher[selection.taught]))
         writer.thread.shutdown()
         for path in spool.path.glob("shard-*"):

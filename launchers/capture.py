@@ -46,10 +46,10 @@ def main() -> int:
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse()
     recipe = load_recipe(options.recipe, options.overrides)
+    part = parse_part("0/1" if options.part is None else options.part)
     check(options, recipe)
     if options.check:
         return 0
-    part = parse_part(options.part or "0/1")
     with StopSignals():
         try:
             return run(recipe, options, part)
@@ -91,13 +91,13 @@ def work(
     from eagle3.states.capture import wanted_samples
     from eagle3.states.store.writer import Part
 
-    path = recipe.hidden_states.path
-    has_store = not options.print_server and (is_url(path) or Path(path, "store.json").exists())
-    has_store = has_store and topology.is_first and has_captured(path)
-    agreed((lambda: require_fitting_settings(recipe)) if has_store else None)
+    path, is_known = recipe.hidden_states.path, False  # whether this rank can compare the recipe with the store
+    if topology.is_first and not options.print_server and (is_url(path) or Path(path, "store.json").exists()):
+        is_known = has_captured(path)
+    agreed((lambda: require_fitting_settings(recipe)) if is_known else None)
     watchdog.at("gathering the data")
     known = find_target(recipe, topology.device, console)
-    agreed((lambda: require_fitting_store(known)) if has_store else None)
+    agreed((lambda: require_fitting_store(known)) if is_known else None)
     job = choose_draft(gather_inputs(known, console), console)
     job.shape.check_context(int(job.train.lengths.max()))  # the check that training will make, too
     if options.print_server:
@@ -122,8 +122,9 @@ def work(
 
 def check(options: argparse.Namespace, recipe: Recipe) -> None:
     """Raises UserError for every mistake that can be found before anything is loaded."""
-    if options.part and options.verify:
-        raise SharedUserError(f"--part: {options.part}, but --verify checks the whole store; leave it out")
+    if options.part is not None and (options.verify or options.print_server):
+        reason = "--verify checks the whole store" if options.verify else "--print-server captures nothing"
+        raise SharedUserError(f"--part: {options.part}, but {reason}; leave it out")
     if options.bind and not options.verify:
         raise SharedUserError("--bind: marks shards only once the whole store is verified; add --verify")
     hidden, path = recipe.hidden_states, recipe.hidden_states.path

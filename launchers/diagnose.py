@@ -80,7 +80,9 @@ class Once(argparse.Action):
 
     def __call__(self, parser, options, value, name=None) -> None:
         if getattr(options, self.dest) is not None:
-            raise UserError(f"{name} {value}: one file only, and {getattr(options, self.dest)} is given too; join them")
+            raise UserError(
+                f"{name} {value}: takes one file, and {getattr(options, self.dest)} is given too; merge them"
+            )
         setattr(options, self.dest, value)
 
 

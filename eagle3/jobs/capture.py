@@ -192,6 +192,8 @@ def _capture_here(
     (long,) = message
     if long:
         require_one_rank(job.target, job.config, sequence.size())
+    if not batches and not long:
+        return
     own = [*chain(*batches), *(long if sequence.rank() == 0 else ())]
     tokens = sum(samples[sample_id].tokens for sample_id in own if sample_id in missing)
     watchdog.at("loading the target")

@@ -217,7 +217,11 @@ def _in_another_precision(
     except (UserError, torch.OutOfMemoryError) as error:
         console(f"the target in {other} was not tried ({first_sentence(error)})")
         return []
-    return [OtherTexts(f"the target in {other}", f"set model.target_dtype={other}, and serve the target so", read)]
+    return [
+        OtherTexts(
+            f"the target in {other}", f"set model.target_dtype={other}, and serve the target in that precision", read
+        )
+    ]
 
 
 def _rope_of(known: KnownTarget, draft: DraftConfig) -> dict[str, Any]:

@@ -33,15 +33,15 @@ from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.head import load_target_head
 from eagle3.targets.logits import TargetHead, summarize_teacher
-from eagle3.targets.sglang.asking import START, ask
-from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget, require_capture, require_room
+from eagle3.targets.sglang.asking import START, server_info
+from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget, require_capture, require_spool_room
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import SUPPORTED, is_tested
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
 from eagle3.targets.sglang.version import capture_flags, require_captured
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.samples import Sample, Spans, Split
-from eagle3.text.vocabulary import save_vocabulary
+from eagle3.text.vocabulary import DraftVocabulary, save_vocabulary
 
 SERVER_PORT = 30000  # SGLang's own default
 HEAD_TOKENS = 16
@@ -149,7 +149,7 @@ def engine_options(inputs: Inputs) -> EngineOptions:
 
 
 def hook_settings(job: Job) -> HookSettings:
-    """Settings for a server's hook. Creates the spool folder and, for logits, writes the draft vocabulary to it."""
+    """Settings for a server's hook."""
     spool, vocabulary = Path(job.recipe.target.spool).expanduser().absolute(), job.vocabulary
     settings = HookSettings(
         spool=str(spool),
@@ -159,16 +159,22 @@ def hook_settings(job: Job) -> HookSettings:
     )
     if job.recipe.target.teacher == "hidden":
         return settings
-    file = spool / f"vocabulary-{vocabulary.digest}.safetensors"
-    own_folder(spool)
-    if not file.exists():
-        with writing(spool, REMEDY):
-            partial = file.with_name(f".{file.name}.{token_hex(4)}")  # other processes may be writing the same file
-            save_vocabulary(vocabulary, partial)
-            publish(partial, file)
     return settings._replace(
-        draft_vocabulary=str(file), vocabulary_digest=vocabulary.digest, vocabulary_size=vocabulary.size
+        draft_vocabulary=str(spool / f"vocabulary-{vocabulary.digest}.safetensors"),
+        vocabulary_digest=vocabulary.digest,
+        vocabulary_size=vocabulary.size,
     )
+
+
+def _publish_vocabulary(settings: HookSettings, vocabulary: DraftVocabulary) -> None:
+    """Write the draft vocabulary where a server's hook will look for it, if the teacher is logits."""
+    if settings.draft_vocabulary is None or (file := Path(settings.draft_vocabulary)).exists():
+        return
+    own_folder(file.parent)
+    with writing(file.parent, REMEDY):
+        partial = file.with_name(f".{file.name}.{token_hex(4)}")  # other processes may be writing the same file
+        save_vocabulary(vocabulary, partial)
+        publish(partial, file)
 
 
 def server_line(job: Job) -> str:
@@ -180,10 +186,11 @@ def server_line(job: Job) -> str:
 def _capture_engine(job: Job) -> tuple[EngineOptions, list[str]]:
     """Options for a capturing server, and the further flags that load the hook."""
     require_captured(job.aux_layers, job.config.num_hidden_layers, job.config.model_type)
-    options, longest = engine_options(job), job.recipe.data.max_length
+    options, longest, settings = engine_options(job), job.recipe.data.max_length, hook_settings(job)
+    _publish_vocabulary(settings, job.vocabulary)
     if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all host memory
         options = replace(options, kv_tokens=2 * longest + 2 * options.chunk_tokens)
-    return replace(options, longest=longest), capture_flags(job.aux_layers, hook_settings(job)._asdict())
+    return replace(options, longest=longest), capture_flags(job.aux_layers, settings._asdict())
 
 
 def _require_servers(job: Job) -> None:
@@ -210,7 +217,7 @@ def capture_target(job: Job, kept: Encoding, expected: Rows | None, processes: i
     """
     settings, target, engine = hook_settings(job), job.recipe.target, None
     most = round(target.spool_gib * 2**30 / processes)
-    require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
+    require_spool_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
     with ExitStack() as stack:
         spool = stack.enter_context(Spool(settings.spool, say, most))
         urls = target.servers
@@ -255,7 +262,7 @@ def _probes(job: Job, urls: Sequence[str], expected: Rows | None, spool: Spool, 
     with, and the server's SGLang was not tested."""
     encoding, document = hook_settings(job).encoding, probe_document(job.config.vocab_size)
     for url in urls:
-        release = str(ask(url, "/server_info").get("version"))
+        release = str(server_info(url).get("version"))
         if expected is None and not is_tested(release):
             raise SharedUserError(
                 f"target.allow_untested: {url} runs SGLang {release}, and this target cannot be computed with "
@@ -270,16 +277,16 @@ def _probes(job: Job, urls: Sequence[str], expected: Rows | None, spool: Spool, 
 def _compare_with_store(job: Job, probes: Iterable[tuple[str, Rows]], expected: Rows | None) -> None:
     """Raises UserError unless all servers compute what is expected or, if that is not known, what the store was
     captured from, which a new store remembers."""
-    file, of = Path(job.recipe.hidden_states.path) / FILE, "transformers"
+    file, origin = Path(job.recipe.hidden_states.path) / FILE, "transformers"
     if expected is None:
-        expected, of = read_probe(file, job), "what the store was captured from"
-    agreed_rows = require_same_target(probes, expected, of)
+        expected, origin = read_probe(file, job), "what the store was captured from"
+    agreed_rows = require_same_target(probes, expected, origin)
     if not file.exists():
         write_probe(file, agreed_rows)
 
 
 def _compare_servers(job: Job, say: Say) -> None:
-    """Raises UserError unless the recipe's servers compute what the target is."""
+    """Raises UserError unless the recipe's servers compute the target's hidden states."""
     with Spool(hook_settings(job).spool, say) as spool:
         expected = own_probe(job, say)
         require_same_target(_probes(job, job.recipe.target.servers, expected, spool, say), expected, "transformers")
@@ -297,7 +304,7 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
     agreed((lambda: _compare_servers(job, say)) if topology.is_first else None)
     settings, kept = hook_settings(job), store_encoding(job)
     most = round(target.spool_gib * 2**30 / topology.data.size())
-    require_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
+    require_spool_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
     with ExitStack() as stack:
         asks = topology.stream.rank() == 0
         spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say, most))) if asks else None)

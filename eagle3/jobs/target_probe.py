@@ -1,4 +1,4 @@
-"""Whether SGLang servers compute what the target is: their hidden states of one short document, compared with those of
+"""Whether SGLang servers compute the target's hidden states: theirs of one short document, compared with those of
 transformers or of an earlier capture, and with one another."""
 
 import hashlib
@@ -17,8 +17,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from eagle3.console import Say, waiting
 from eagle3.errors import SharedUserError, UserError
 from eagle3.jobs.job import Job, start_target
-from eagle3.parsing import parse_json
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
+from eagle3.targets.checkpoint import indexed_files
 
 PROBE_TOKENS = 64
 # Bytes of the weights of a target that is loaded on the host for this alone.
@@ -59,20 +59,20 @@ def own_probe(job: Job, say: Say) -> Rows | None:
     return rows
 
 
-def require_same_target(probes: Iterable[tuple[str, Rows]], expected: Rows | None, of: str) -> Rows:
+def require_same_target(probes: Iterable[tuple[str, Rows]], expected: Rows | None, origin: str) -> Rows:
     """Raises UserError unless all probes agree with `expected` or, if that is None, with the first of them. Returns
     what they agree with.
 
     probes: each with what computed it
-    of: what `expected` comes from
+    origin: what `expected` comes from
     """
     for name, rows in probes:
         if expected is None:
-            expected, of = rows, name
+            expected, origin = rows, name
         for kind, error, bound in differences(rows, expected):
             if not error <= bound:
                 raise SharedUserError(
-                    f"{name}: its hidden states are not those of {of} ({kind} is off by {error:.1%} in at least "
+                    f"{name}: its hidden states are not those of {origin} ({kind} is off by {error:.1%} in at least "
                     f"{1 - SHARE:.0%} of {PROBE_TOKENS} tokens, bound {bound:.1%}); serve the checkpoint that "
                     "model.target names, as launchers/capture.py --print-server says, or set "
                     "target.backend=transformers"
@@ -122,10 +122,13 @@ def _weight_bytes(job: Job) -> int | None:
         found = try_to_load_from_cache(job.target, file, revision=job.recipe.model.revision)
         return Path(found) if isinstance(found, str) else None
 
-    index, files = local(SAFE_WEIGHTS_INDEX_NAME), [SAFE_WEIGHTS_NAME]
-    if index and index.exists():
-        files = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
-    paths = [local(file) for file in files]
+    single, index = local(SAFE_WEIGHTS_NAME), local(SAFE_WEIGHTS_INDEX_NAME)
+    if single and single.exists():
+        paths = [single]
+    elif index and index.exists():
+        paths = [local(file) for file in sorted(set(indexed_files(job.target, index).values()))]
+    else:
+        return None
     if not all(path and path.exists() for path in paths):
         return None
     return sum(path.stat().st_size for path in paths)

@@ -154,7 +154,7 @@ def _micro_batch(
     if not mine:  # more ranks than documents: train on one unsupervised token
         mine, loss_mask, real = [0], torch.zeros_like(loss_mask), torch.zeros_like(real)
         real[0, 0] = True
-    ids, loss_mask, aux, last = ([of[row][real[row]] for row in mine] for of in (ids, loss_mask, aux, last))
+    ids, loss_mask, aux, last = ([each[row][real[row]] for row in mine] for each in (ids, loss_mask, aux, last))
     stream, aux, last = Stream.pack(ids, loss_mask), torch.cat(aux), torch.cat(last)
     plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.draft.config.window)
     exact = torch.promote_types(dtype, torch.float32)  # as in a capture

@@ -34,17 +34,19 @@ OTHER_NAMES = {
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
     """Read a YAML recipe and apply `section.key=value` overrides. Raises UserError with file, key, value and remedy."""
     path = Path(path)
-    exists = path.is_file()
-    for wrong, flaw in (
-        (path.is_dir(), f"is a folder, not a recipe; {NAME}"),
-        (not exists, f"no such recipe; {NAME}, for example recipes/quickstart.yaml"),
-        (path.suffix in (".jsonl", ".parquet"), f"is data, not a recipe; name it in one, as data.train=[{path}]"),
-        (exists and path.stat().st_size > LARGEST, f"has more than {LARGEST:,} bytes, which no recipe has; {NAME}"),
-    ):
-        if wrong:
-            raise SharedUserError(f"{path}: {flaw}")
     try:
+        exists = path.is_file()
+        for wrong, flaw in (
+            (path.is_dir(), f"is a folder, not a recipe; {NAME}"),
+            (not exists, f"no such recipe; {NAME}, for example recipes/quickstart.yaml"),
+            (path.suffix in (".jsonl", ".parquet"), f"is data, not a recipe; name it in one, as data.train=[{path}]"),
+            (exists and path.stat().st_size > LARGEST, f"has more than {LARGEST:,} bytes, which no recipe has; {NAME}"),
+        ):
+            if wrong:
+                raise SharedUserError(f"{path}: {flaw}")
         values = parse_yaml(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise SharedUserError(f"{path}: cannot be read ({error.strerror}); {NAME}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SharedUserError(f"{path}: not valid YAML ({error}); fix the file") from error
     if not isinstance(values, dict):

@@ -228,7 +228,7 @@ class Data(Section):
 class HiddenStates(Section):
     mode: Literal["live", "stored"] = Field("live", description="run the target while training, or read a store")
     path: Named | None = Field(None, description="store folder that capture.py writes; for reading, any fsspec URL")
-    dtype: Precision = Field("bfloat16", description="number format in the store")
+    dtype: Precision = Field("bfloat16", description="number format of hidden states in the store and in the spool")
     codec: Literal["none", "lossless", "fp8"] = Field(
         "none",
         description="none: as they are; lossless: compressed to about 70% (needs blosc2); fp8: 8 bits with scales",
@@ -262,7 +262,7 @@ class Target(Section):
     teacher: Literal["hidden", "logits"] = Field(
         "hidden",
         description="keep the target's last hidden states and apply its lm_head in training, or keep its logits "
-        "over the draft vocabulary (for heads that training cannot load: quantised, merged)",
+        "over the draft vocabulary (for heads that training cannot load: quantised, biased, changed in code)",
     )
     servers: list[str] = Field(
         [],
@@ -288,8 +288,8 @@ class Target(Section):
     def _servers_are_sglangs(self) -> "Target":
         if self.servers and self.backend != "sglang":
             raise ValueError(
-                f"servers are named but backend is {self.backend!r}, which asks none; set target.backend=sglang, or "
-                "leave servers out"
+                f"servers are named but backend is {self.backend!r}, which uses no servers; set "
+                "target.backend=sglang, or leave servers out"
             )
         return self
 

@@ -132,7 +132,7 @@ def weight_files(name: str, revision: str | None) -> dict[str, str] | None:
             if not path.exists():
                 continue
             if file == SAFE_WEIGHTS_INDEX_NAME:
-                return _indexed(name, path)
+                return indexed_files(name, path)
             with safe_open(path, "pt") as weights:
                 return dict.fromkeys(weights.keys(), file)
     pickles = [file.name for pattern in PICKLED for file in sorted(Path(name).glob(pattern))]
@@ -144,7 +144,7 @@ def weight_files(name: str, revision: str | None) -> dict[str, str] | None:
     return None
 
 
-def _indexed(name: str, path: Path) -> dict[str, str]:
+def indexed_files(name: str, path: Path) -> dict[str, str]:
     """Read each tensor's file from the index. File names must stay in the folder, but links may lead out of it, as
     those in the hub's cache do."""
     prefix = f"target {name!r}: its {path.name} "

@@ -106,7 +106,7 @@ def split(outcome: Outcome, longest: int) -> list[tuple[np.ndarray, np.ndarray]]
     return [(outcome.ids[piece], outcome.loss_mask[piece]) for piece in pieces]
 
 
-class Encoded(NamedTuple):
+class EncodedChunk(NamedTuple):
     """Some conversations, one after another, and the outcome of each."""
 
     conversations: list[Conversation]
@@ -120,14 +120,14 @@ def useful_processes(rows: int, characters: int, workers: int | None) -> int:
     return min(useful, workers or multiprocessing.cpu_count())
 
 
-def encode_all(encoder: SampleEncoder, conversations: Iterable[Conversation], processes: int) -> Iterator[Encoded]:
+def encode_all(encoder: SampleEncoder, conversations: Iterable[Conversation], processes: int) -> Iterator[EncodedChunk]:
     """Yield all conversations in order, with their outcomes. Reads only a few chunks ahead of what it yields."""
     chunks = _chunks(conversations)
     if processes > 1:
         yield from _encode_in_processes(encoder, chunks, processes)
     else:
         for chunk in chunks:
-            yield Encoded(chunk, [encoder.outcome(conversation) for conversation in chunk])
+            yield EncodedChunk(chunk, [encoder.outcome(conversation) for conversation in chunk])
 
 
 def _chunks(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
@@ -144,7 +144,7 @@ def _chunks(conversations: Iterable[Conversation]) -> Iterator[list[Conversation
 
 def _encode_in_processes(
     encoder: SampleEncoder, chunks: Iterator[list[Conversation]], processes: int
-) -> Iterator[Encoded]:
+) -> Iterator[EncodedChunk]:
     """Process p encodes chunks p, p + processes, ...; reading them in turn keeps the order and bounds the backlog."""
     # spawn: forking a process with threads (torch's, the tokenizer's) can leave locks in the copy locked forever.
     context = multiprocessing.get_context("spawn")
@@ -170,7 +170,7 @@ def _encode_in_processes(
             if following := next(chunks, None):
                 _send(following, connection)  # cannot block, because the process is waiting for it
                 turns.append((following, connection, process))
-            yield Encoded(chunk, outcomes)
+            yield EncodedChunk(chunk, outcomes)
     finally:
         for process, connection in started:
             process.terminate()

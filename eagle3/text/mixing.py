@@ -11,7 +11,7 @@ from eagle3.console import counted
 from eagle3.errors import UserError
 from eagle3.text.samples import SampleSet
 
-MOST_TIMES = 1000  # that an epoch has a sample
+MOST_TIMES = 1000  # most repetitions of a sample in an epoch
 
 
 class Share(NamedTuple):

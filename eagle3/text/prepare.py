@@ -25,7 +25,15 @@ from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.text.cache import DAMAGE, Unresumable, opens, remove_unfinished, replacing_folder, sealed, unsealed
 from eagle3.text.conversations import Conversation, iterate_conversations
-from eagle3.text.encode import Encoded, Problem, SampleEncoder, encode_all, split, tokenizer_identity, useful_processes
+from eagle3.text.encode import (
+    EncodedChunk,
+    Problem,
+    SampleEncoder,
+    encode_all,
+    split,
+    tokenizer_identity,
+    useful_processes,
+)
 from eagle3.text.rows import LISTED, MalformedRows, others
 from eagle3.text.samples import DamagedSamples, Sample, SampleSet, SampleWriter
 from eagle3.text.template import Unusable, choose_template, reasoning_key, renderer
@@ -56,7 +64,7 @@ class Summary:
     cached: bool = False  # taken from the cache
 
     @classmethod
-    def of(cls, encoded: Encoded, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Summary":
+    def of(cls, encoded: EncodedChunk, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Summary":
         """The summary of some rows and the samples made of them."""
         problems = [
             (row.origin, outcome.problem) for row, outcome in zip(*encoded, strict=True) if outcome.problem is not None
@@ -240,7 +248,7 @@ def _write(
     return summary
 
 
-def _without_os_errors(parts: Iterator[Encoded]) -> Iterator[Encoded]:
+def _without_os_errors(parts: Iterator[EncodedChunk]) -> Iterator[EncodedChunk]:
     """The same, with errors of reading and of processes told apart from those of writing the cache."""
     try:
         yield from parts
@@ -346,7 +354,7 @@ def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> Pr
     return Prepared(samples, replace(summary, cached=True))
 
 
-def _fatal_problems(encoded: Encoded, encoder: SampleEncoder) -> list[tuple[str, Problem]]:
+def _fatal_problems(encoded: EncodedChunk, encoder: SampleEncoder) -> list[tuple[str, Problem]]:
     """The problems whose policy is not "drop", each with its row's origin."""
     policies = {
         "unusable": [encoder.unusable],

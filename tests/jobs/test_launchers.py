@@ -115,6 +115,8 @@ def test_an_export_is_judged_by_itself_as_after_training(recipe, topology):
         ("train.py", ["training.ttt_steps=none"], "training.ttt_steps"),
         ("capture.py", ["hidden_states.path=null"], "hidden_states.path is not set"),
         ("capture.py", ["--part", "4/4"], "--part: '4/4' is not a share; write I/N"),
+        ("capture.py", ["--check", "--part", "4/4"], "--part: '4/4' is not a share; write I/N"),
+        ("capture.py", ["--print-server", "--part", "0/2"], "--print-server captures nothing; leave it out"),
         ("capture.py", ["--part", "half"], "--part: 'half' is not a share; write I/N"),
         ("capture.py", ["--part", "٠/٢"], "is not a share; write I/N"),
         ("capture.py", ["--part", "0/2", "--verify"], "--verify checks the whole store; leave it out"),

@@ -42,7 +42,7 @@ from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.client import Producer, Servers
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.server import SGLangServer, _free_port
-from eagle3.targets.sglang.version import hook_settings
+from eagle3.targets.sglang.version import reported_settings
 from eagle3.targets.transformers import load_target
 from eagle3.text.samples import Sample
 
@@ -98,7 +98,7 @@ class Case:
 
     def settings(self) -> HookSettings:
         """The settings of the server's hook, as the server reports them."""
-        return HookSettings(**hook_settings(ask(self.url, "/server_info")))
+        return HookSettings(**reported_settings(ask(self.url, "/server_info")))
 
 
 def within(seconds: float, condition: Callable[[], bool]) -> None:

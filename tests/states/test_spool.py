@@ -39,7 +39,7 @@ from eagle3.states.store.shard import Encoding
 from eagle3.targets.sglang.client import Producer, Request, Servers
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import require_supported
-from eagle3.targets.sglang.spool_writer import Selection, Share, SpoolWriter
+from eagle3.targets.sglang.spool_writer import RequestRows, Selection, SpoolWriter
 from eagle3.targets.sglang.version import require_captured
 from eagle3.text.samples import Sample, SampleSet, Spans
 
@@ -66,10 +66,10 @@ def hook_writer(spool: Spool) -> SpoolWriter:
     return SpoolWriter(spool.folder, torch.float32)
 
 
-def share_of(ticket: Ticket, start: int, stop: int, rows: WantedRows | None = None) -> Share:
+def share_of(ticket: Ticket, start: int, stop: int, rows: WantedRows | None = None) -> RequestRows:
     """Rows [start, stop) of a sample, of which the job wants these `rows`."""
     encoding = HookSettings("spool", "float32", "target", HIDDEN).encoding
-    return Share(ticket, 0, 0, start, Selection.of(rows, ticket.tokens, encoding)[start:stop])
+    return RequestRows(ticket, 0, 0, start, Selection.of(rows, ticket.tokens, encoding)[start:stop])
 
 
 def feed(writer: SpoolWriter, ticket: Ticket, one: Sample, states: Rows, cuts: list[int]) -> None:

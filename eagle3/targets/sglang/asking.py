@@ -38,9 +38,10 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None, timeout: flo
         raise UserError(f"{url}: is not a server's URL ({error}); write it as http://host:port") from error
 
 
-def server_info(url: str) -> dict[str, Any]:
-    """The settings that one of target.servers reports. Raises UserError if it does not answer."""
+def server_info(url: str, path: str = "/server_info") -> dict[str, Any]:
+    """What one of target.servers reports: its settings, or what is at another path. Raises UserError if it does not
+    answer."""
     try:
-        return ask(url, "/server_info")
+        return ask(url, path)
     except OSError as error:
         raise SharedUserError(f"target.servers: {url} does not answer ({error}); {START}") from error

@@ -31,7 +31,7 @@ from eagle3.targets.logits import check_tokens
 from eagle3.targets.sglang.asking import START, ask, server_info
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import require_supported
-from eagle3.targets.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, hook_settings, other_numbers
+from eagle3.targets.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, other_numbers, reported_settings
 
 ANSWER_SECONDS = 3600.0
 # How long a server may take to write a sample's rows after it has answered. The first sample shows whether rows arrive
@@ -71,7 +71,7 @@ def require_capture(
     """
     info = server_info(url)
     require_supported(str(info.get("version")), url, allow_untested)
-    hook = hook_settings(info)
+    hook = reported_settings(info)
     if hook is None:
         raise SharedUserError(f"target.servers: {url} was started without this project's hook; {START}")
     context = info.get("context_length")
@@ -81,26 +81,26 @@ def require_capture(
             f"{longest:,} tokens; {START}; or lower data.max_length"
         )
     layers = list(info.get("return_aux_hidden_state_layer_ids") or [])
-    wanted = settings._asdict()
-    teacher, choice = ("hidden" if each.get("draft_vocabulary") is None else "logits" for each in (hook, wanted))
+    needed = settings._asdict()
+    teacher, choice = ("hidden" if each.get("draft_vocabulary") is None else "logits" for each in (hook, needed))
     if teacher != choice:  # which says it: the vocabulary's file, digest and size differ, too
-        hook, wanted = ({**each, **dict.fromkeys(VOCABULARY)} for each in (hook, wanted))
+        hook, needed = ({**each, **dict.fromkeys(VOCABULARY)} for each in (hook, needed))
     loaded = {"dtype of the target": info.get("dtype"), "revision": info.get("revision"), "aux layers": layers}
     actual = {**{name: info.get(name) for name in REQUIRED_SETTINGS}, **hook, "teacher": teacher, **loaded}
     required = {
         **REQUIRED_SETTINGS,
-        **wanted,
+        **needed,
         "teacher": choice,
         "dtype of the target": dtype,
         "revision": revision,
         "aux layers": list(aux_layers),
     }
     different = {name: (actual.get(name), value) for name, value in required.items() if actual.get(name) != value}
-    different |= other_numbers(info, ask(url, "/model_info"))
+    different |= other_numbers(info, server_info(url, "/model_info"))
     if different:
-        told = ", ".join(f"{name} {value!r} (here: {here!r})" for name, (value, here) in different.items())
+        differences = ", ".join(f"{name} {value!r} (here: {here!r})" for name, (value, here) in different.items())
         raise SharedUserError(
-            f"target.servers: {url} was started with other settings than this recipe's: {told}; {START}"
+            f"target.servers: {url} was started with other settings than this recipe's: {differences}; {START}"
         )
 
 
@@ -110,7 +110,7 @@ class Request(NamedTuple):
     ticket: Ticket
     ids: Tensor  # [T], token ids of the sample
     wanted: WantedRows | None  # None: all rows
-    there: "Future[None]"  # done when the sample is in the spool; its exception is a UserError
+    arrived: "Future[None]"  # done when the sample is in the spool; its exception is a UserError
     failures: int = 0  # how many times a server did not answer it
     slow: str | None = None  # a server that has been asked, and takes too long
 
@@ -159,9 +159,9 @@ class Servers:
     def _finish(self, request: Request, error: Exception | None = None) -> None:
         try:
             if error:
-                request.there.set_exception(error)
+                request.arrived.set_exception(error)
             else:
-                request.there.set_result(None)
+                request.arrived.set_result(None)
         except InvalidStateError:  # another server was faster
             self.discard(request.ticket)
 
@@ -184,7 +184,7 @@ class Servers:
         while request := self._next(url):
             began = time.monotonic()
             try:
-                if not request.there.done():
+                if not request.arrived.done():
                     self._fetch(url, request)
                     self.seconds.append(time.monotonic() - began)
                 self._finish(request)
@@ -263,7 +263,7 @@ class Servers:
         while not index.exists():
             with suppress(FileNotFoundError):
                 raise UserError(f"{url}: {failure_note.read_text(encoding='utf-8')}")
-            if self.closed or request.there.done():  # by another server, so that this one's rows may be dropped
+            if self.closed or request.arrived.done():  # by another server, so that this one's rows may be dropped
                 return
             now = time.monotonic()
             if self.rows_came and now - answer_time > ROWS_SECONDS:
@@ -317,7 +317,7 @@ class Servers:
             self.changed.notify_all()
 
 
-def require_room(tokens: int, size: int, most_bytes: int) -> None:
+def require_spool_room(tokens: int, size: int, most_bytes: int) -> None:
     """Raises UserError if a sample of this many tokens, which takes `size` bytes, cannot fit into `most_bytes`."""
     if size > most_bytes:
         raise SharedUserError(
@@ -348,7 +348,7 @@ class Producer:
     def ask(self, ticket: Ticket, ids: Tensor, wanted: WantedRows | None, size: int) -> "Future[None]":
         """Request a sample, of which the wanted rows take `size` bytes. The future is done when the sample is in the
         spool. Raises UserError if the sample can never fit."""
-        require_room(ticket.tokens, size, self.most_bytes)
+        require_spool_room(ticket.tokens, size, self.most_bytes)
         future: Future[None] = Future()
         future.add_done_callback(partial(self._tell_readers, ticket))
         with self.lock:
@@ -379,7 +379,7 @@ class Producer:
         taken = sum(size for _, size in self.samples.values())
         while self.backlog and taken + self.backlog[0][1] <= self.most_bytes:
             request, size = self.backlog.popleft()
-            self.samples[request.ticket] = request.there, size
+            self.samples[request.ticket] = request.arrived, size
             taken += size
             self.servers.request(request)
 
@@ -396,7 +396,7 @@ class Producer:
         would then wait for it in vain: so not before its future is done."""
         while not self.closed:
             with self.lock:
-                tickets = [ticket for ticket, (there, _) in self.samples.items() if there.done()]
+                tickets = [ticket for ticket, (arrived, _) in self.samples.items() if arrived.done()]
             for ticket in tickets:
                 if self.spool.readers(ticket, self.readers) == self.readers:
                     with suppress(OSError):  # try again in the next round

@@ -61,7 +61,7 @@ def require_known(config: DraftConfig, folder: Path) -> None:
     """Raises UserError if SGLang would compute something else than this draft."""
     if config.norm_before_residual:
         raise UserError(
-            f"{folder}: SGLang does not know norm_before_residual, and would compute another draft without a word; "
+            f"{folder}: SGLang does not know norm_before_residual, and would silently compute something else; "
             "judge it with --engine transformers"
         )
 

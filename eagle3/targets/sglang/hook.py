@@ -22,7 +22,7 @@ from eagle3.states.spool import Ticket, WantedRows, wanted_rows
 from eagle3.states.store.codecs import StoreDtype
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.checkpoint import fingerprint
-from eagle3.targets.sglang.spool_writer import Selection, Share, SpoolWriter
+from eagle3.targets.sglang.spool_writer import RequestRows, Selection, SpoolWriter
 from eagle3.targets.sglang.teacher import ServedTeacher, Taught, make_teacher
 from eagle3.targets.sglang.version import (
     WITHOUT_RESIDUAL,
@@ -121,7 +121,7 @@ class CaptureHook:
         tickets = [None if ticket in self.unwanted else ticket for ticket in tickets]
         if not any(tickets):
             return
-        shares: list[Share] = []
+        shares: list[RequestRows] = []
 
         def compute() -> Taught:
             self._require_whole(call)
@@ -171,14 +171,14 @@ class CaptureHook:
         for ticket, rows in found.items():
             self.wanted[ticket] = Selection.of(rows, ticket.tokens, self.settings.encoding)
 
-    def _shares(self, call: HookCall, tickets: Sequence[Ticket | None], ranks: int) -> Iterator[Share]:
+    def _shares(self, call: HookCall, tickets: Sequence[Ticket | None], ranks: int) -> Iterator[RequestRows]:
         start = 0
         for ticket, (_, tokens, first_row) in zip(tickets, call.requests, strict=True):
             if ticket:
                 stop = first_row + tokens
                 take = self.wanted.pop if stop >= ticket.tokens else self.wanted.get
                 wanted = take(ticket, None) or Selection.of(None, ticket.tokens, self.settings.encoding)
-                yield Share(ticket, _number(ticket) % ranks, start, first_row, wanted[first_row:stop])
+                yield RequestRows(ticket, _number(ticket) % ranks, start, first_row, wanted[first_row:stop])
             start += tokens
 
     def _require_whole(self, call: HookCall) -> None:

@@ -49,7 +49,7 @@ class Selection(NamedTuple):
         return self._replace(loss_mask=self.loss_mask[rows], seen=self.seen[rows], taught=self.taught[rows])
 
 
-class Share(NamedTuple):
+class RequestRows(NamedTuple):
     """The rows of one request in a forward."""
 
     ticket: Ticket
@@ -76,7 +76,7 @@ class SpoolWriter:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="spool", initializer=partial(_use_device, _device()))
         self.copies: torch.cuda.Stream | None = None  # made with the first rows on a GPU
 
-    def take(self, share: Share, ids: Tensor, rows: Rows) -> None:
+    def take(self, share: RequestRows, ids: Tensor, rows: Rows) -> None:
         """Queue the wanted rows of a share. Returns once their copy to the host is under way.
 
         ids: [n], of all the share's tokens
@@ -103,7 +103,7 @@ class SpoolWriter:
         """Tell the job why it will not get a sample, once what was queued before is written."""
         self.thread.submit(self.give_up, ticket, reason)
 
-    def _deliver(self, share: Share, ids: Tensor, rows: Rows, event: torch.cuda.Event | None, size: int) -> None:
+    def _deliver(self, share: RequestRows, ids: Tensor, rows: Rows, event: torch.cuda.Event | None, size: int) -> None:
         """Write rows that were queued.
 
         event: recorded after the copies to the host; None if those are complete
@@ -121,7 +121,7 @@ class SpoolWriter:
                 self.waiting -= size
                 self.room.notify_all()
 
-    def _write(self, share: Share, ids: Tensor, rows: Rows) -> None:
+    def _write(self, share: RequestRows, ids: Tensor, rows: Rows) -> None:
         ticket, first_row = share.ticket, share.first_row
         job = self.folder / ticket.job
         if first_row == 0 and ticket in self.open:  # SGLang has retracted the request and starts over

@@ -163,7 +163,9 @@ def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[st
         },
         {
             "name": f"{HOOK}-layers",
-            "target_modules": [f"{of}model.layers.{layer}" for of in ("", "language_model.") for layer in aux_layers],
+            "target_modules": [
+                f"{prefix}model.layers.{layer}" for prefix in ("", "language_model.") for layer in aux_layers
+            ],
             "hook_factory": "eagle3.targets.sglang.hook:make_layer_hook",
         },
     ]
@@ -248,7 +250,7 @@ def local_logits(processor: nn.Module, head: nn.Module, last: Tensor) -> Tensor:
     return transform_of(processor).apply(processor._compute_lm_head(last, head))
 
 
-def hook_settings(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def reported_settings(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The settings of our hook, from a server's /server_info; None if it has no such hook."""
     configs = (spec.get("config") or {} for spec in info.get("forward_hooks") or [] if spec.get("name") == HOOK)
     return next(configs, None)
