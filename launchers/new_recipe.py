@@ -68,14 +68,19 @@ def write_new(options: argparse.Namespace) -> None:
         code = None if model.trust_remote_code else tokenizer_code(options.target, model.revision)
     with waiting(console, "asking SGLang which targets it serves"):
         served = eagle3_targets(console)
+    if facts.architecture not in served and not facts.has_layers:
+        raise UserError(
+            f"target {target!r}: SGLang serves no EAGLE3 drafts for {facts.architecture}, and transformers' class has "
+            "no list of decoder layers under get_decoder().layers, where hidden states are read; choose another target"
+        )
     text = new_recipe_text(target, facts, options.deepspeed, options.overrides, is_installed(), served)
     with writing(out, "free space, or name another file with --out"):
         out.write_text(text, encoding="utf-8")
     recipe = load_recipe(out)  # check that the new recipe can be loaded
     tell(f"{out}: {facts.architecture}, {model_size(facts.parameters)}")
     if facts.assumed:
-        defaults = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())
-        tell(f"config.json does not give {defaults}: these are the defaults of transformers' class; check them")
+        sizes = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())
+        tell(f"config.json does not give every size: transformers takes {sizes}; check that")
     if code:
         tell(f"its tokenizer is Python code ({code}): read it, and set model.trust_remote_code=tokenizer to let it run")
     if facts.quantised_head:

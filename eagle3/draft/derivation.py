@@ -86,7 +86,8 @@ def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
     if not isinstance(draft_rope["rope_type"], str) or draft_rope["rope_type"] not in ROPE_TYPES:
         raise UserError(
             f"target config: rope_type {draft_rope['rope_type']!r} is not one that a draft can have "
-            f"({', '.join(ROPE_TYPES)}); give the draft one with model.draft.rope_parameters"
+            f"({', '.join(ROPE_TYPES)}); give the draft one, for example the target's without its scaling: "
+            f"model.draft.rope_parameters='{{rope_type: default, rope_theta: {draft_rope['rope_theta']}}}'"
         )
     return draft_rope
 

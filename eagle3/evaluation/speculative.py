@@ -22,6 +22,7 @@ from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Greedy, Verification
 from eagle3.evaluation.drafter import ChainDrafter, Drafter, NewDrafter
 from eagle3.planning.costs import Timing
+from eagle3.targets.facts import require_no_state
 from eagle3.targets.transformers import TransformersTarget
 
 CANDIDATES = 8  # how many of the best logits plain decoding keeps per position, to tell a tie from a mismatch
@@ -100,12 +101,8 @@ class TargetSession:
 
     def __init__(self, target: TransformersTarget, *, can_forget: bool) -> None:
         self.target = target
+        require_no_state(target.name, target.model.config.get_text_config(decoder=True), type(target.model))
         self.cache = DynamicCache(config=target.model.config)
-        if any(self.cache.is_linear):
-            raise UserError(
-                f"target {target.model.config.name_or_path!r}: has linear-attention layers, whose state cannot be "
-                "rolled back after a rejected draft; set evaluation.conversations=0"
-            )
         if can_forget:  # otherwise sliding-window layers drop what a rollback has to restore
             self.cache.activate_past_recording()
 

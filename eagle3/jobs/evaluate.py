@@ -37,7 +37,7 @@ from eagle3.planning.gpus import DEFAULT_GPU, gpu_named
 from eagle3.planning.payoff import ESTIMATED, PayOff, best_cells, surface
 from eagle3.planning.sheet import ServedTarget, SheetCosts
 from eagle3.recipe.schema import Recipe
-from eagle3.targets.facts import read_facts
+from eagle3.targets.facts import read_facts, require_no_state
 from eagle3.targets.sglang.draft_check import require_known
 from eagle3.targets.sglang.version import require_captured
 from eagle3.targets.transformers import TransformersTarget
@@ -74,7 +74,7 @@ def judge(
     prompts, sets = prompts_to_judge(inputs, files, decoding.draft_tokens)
     try:
         target = target or target_of(inputs, read_exported(exported), topology, console)
-        console(f"decoding {len(prompts)} {'prompts' if files else 'held-out conversations'} speculatively")
+        console(f"decoding {counted(len(prompts), 'prompt' if files else 'held-out conversation')} speculatively")
         judgement = judge_export(
             exported,
             target,
@@ -252,7 +252,7 @@ def judge_served(
 ) -> Judgement:
     """Like `judge`, but SGLang decodes, always greedily: a server with the draft, and one without it."""
     prompts, sets = prompts_to_judge(inputs, files, tree.room)
-    console(f"decoding {len(prompts)} {'prompts' if files else 'held-out conversations'} by SGLang")
+    console(f"decoding {counted(len(prompts), 'prompt' if files else 'held-out conversation')} by SGLang")
     served, window = _serve(inputs, exported, tree, decoding, prompts, console)
     judgement = Judgement(
         SpeculativeResult.over(served.conversations),
@@ -312,6 +312,7 @@ def target_of(
     dtype: str | None = None,
 ) -> TransformersTarget:
     """Load the target to judge with. aux_layers, dtype: None for the recipe's."""
+    require_no_state(known.target, known.config)
     vocabulary = DraftVocabulary(d2t=exported.d2t, t2d=exported.t2d)
     with waiting(console, f"loading {known.target}" + (f" in {dtype}" if dtype else "")):
         return start_target(known, topology.device, vocabulary, aux_layers=aux_layers, dtype=dtype)

@@ -16,7 +16,7 @@ from eagle3.planning.step import Planned, step_seconds
 from eagle3.recipe.loading import apply_override, checked_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import token_bytes
-from eagle3.targets.facts import TargetFacts, recurrent_layers
+from eagle3.targets.facts import TargetFacts, is_stateful
 from eagle3.targets.sglang.version import EAGLE3_TARGETS
 
 CONTEXTS = (8192, 32768, 131072)
@@ -84,7 +84,7 @@ def new_recipe_text(
         "memory": {},
         "training": {"dtype": "bfloat16", "global_batch_size": 32, "epochs": 2},
         # Judging after training would load the whole target on one GPU, and cannot roll back a layer's state.
-        "evaluation": {"conversations": 0} if gpus > 1 or recurrent_layers(facts.config) else {},
+        "evaluation": {"conversations": 0} if gpus > 1 or is_stateful(facts.config) else {},
         "output": {"dir": f"runs/{name}"},
     }
     for override in overrides:
@@ -159,7 +159,7 @@ def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
         f"{facts.config.num_hidden_layers}; rope {rope_in_words(draft)}; context {draft.max_position_embeddings:,}",
         f"target: {model_size(facts.parameters)}, {_whole_gb(facts.bytes)} as stored: "
         f"{engine} GPU{'s' * (engine > 1)} of 80 GB",
-        f"hidden states of 1,000 samples on disk ({recipe.hidden_states.codec}, all supervised): {disk}",
+        f"hidden states of 1,000 samples on disk (codec {recipe.hidden_states.codec}, all supervised): {disk}",
         f"layouts for GPUs of 80 GB, one sample a stream, all supervised, {recipe.training.ttt_steps} TTT steps, "
         f"{deepspeed_file.name}; plan.py has the rest:",
     ]

@@ -14,7 +14,7 @@ from eagle3.recipe.schema import Draft, Recipe
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import target_config
-from eagle3.targets.facts import recurrent_layers
+from eagle3.targets.facts import is_stateful
 from eagle3.text.vocabulary import DraftVocabulary
 
 # What model.draft.config gives a draft, beside its vocabulary's size and auxiliary layers; and which of it model.draft
@@ -75,10 +75,10 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocab
 
 def require_judgeable(recipe: Recipe, target: PretrainedConfig) -> None:
     """Raises UserError if drafts are to be judged after training, but the target's layers carry a state."""
-    if recipe.evaluation.conversations and recurrent_layers(target):
+    if recipe.evaluation.conversations and is_stateful(target):
         raise SharedUserError(
-            f"evaluation.conversations: {recipe.evaluation.conversations}, but the target has linear-attention layers, "
-            "whose state cannot be rolled back after a rejected draft; set it to 0 to train, and judge with "
+            f"evaluation.conversations: {recipe.evaluation.conversations}, but the target's layers carry a state from "
+            "token to token, which cannot be rolled back after a rejected draft; set it to 0 to train, and judge with "
             "evaluate.py --engine sglang evaluation.conversations=16"
         )
 

@@ -11,6 +11,7 @@ import transformers
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -301,6 +302,21 @@ def load_causal_lm(
             "first); name the checkpoint of a whole causal language model in model.target"
         )
     return model
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The decoder that transformers names or, if it has no layers of its own (Llama 4), the model inside it that
+    does."""
+    decoder = model.get_decoder()
+    models = [part for part in decoder.children() if isinstance(part, PreTrainedModel) and hasattr(part, "layers")]
+    return decoder if hasattr(decoder, "layers") or len(models) != 1 else models[0]
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
+    """The decoder's layers; None if they are not where most of transformers' classes have them."""
+    decoder = decoder_of(model)
+    layers = getattr(decoder, "layers", None)
+    return layers if decoder is not model and isinstance(layers, nn.ModuleList) else None
 
 
 @contextlib.contextmanager

@@ -4,15 +4,16 @@ import re
 from typing import NamedTuple
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, DynamicLayer, LinearAttentionCacheLayerMixin
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
 from eagle3.draft.derivation import active_experts
-from eagle3.errors import UserError
-from eagle3.targets.checkpoint import config_values, readable, sound_config, whole_config
+from eagle3.errors import SharedUserError, UserError
+from eagle3.targets.checkpoint import config_values, decoder_layers, readable, sound_config, whole_config
 
 # Layers that read a document through a state of fixed size (transformers' name for them).
 RECURRENT = "linear_attention"
@@ -29,6 +30,7 @@ class TargetFacts(NamedTuple):
     expert_parameters: int  # those of routed experts, of which a token reads only a few
     bytes: float  # size of its weights as stored
     quantised_head: bool  # whether the lm_head is quantised as well
+    has_layers: bool  # whether transformers' class has its layers where `TransformersTarget` reads their states
     assumed: dict[str, int]  # sizes that config.json lacks, with the defaults that transformers assumes
 
     @property
@@ -91,6 +93,7 @@ def read_facts(name: str, revision: str | None = None, trust_remote_code: bool =
         sum(weight.numel() for part, weight in model.named_parameters() if "experts" in part.split(".")),
         model.num_parameters() * _bytes_a_weight(quantization),
         _quantises_head(quantization),
+        decoder_layers(model) is not None,
         assumed,
     )
 
@@ -98,6 +101,44 @@ def read_facts(name: str, revision: str | None = None, trust_remote_code: bool =
 def recurrent_layers(config: PretrainedConfig) -> list[int]:
     """The layers that carry a state from token to token, instead of attending."""
     return [layer for layer, kind in enumerate(getattr(config, "layer_types", None) or ()) if kind == RECURRENT]
+
+
+def is_stateful(config: PretrainedConfig, model: type[PreTrainedModel] | None = None) -> bool:
+    """Whether layers carry a state from token to token, alone or beside attention, according to the model's class
+    (transformers' `_is_stateful`) or to the caches that transformers gives such layers (linear attention, short
+    convolutions). What a rejected draft did to such a state cannot be undone.
+
+    config: of the language part
+    model: the class, if known; default: transformers' for this config
+    """
+    model = model or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    caches = [DYNAMIC_LAYER_TYPE_MAPPING.get(kind, DynamicLayer) for kind in getattr(config, "layer_types", None) or ()]
+    return getattr(model, "_is_stateful", False) or any(
+        issubclass(cache, LinearAttentionCacheLayerMixin) for cache in caches
+    )
+
+
+def require_no_state(name: str, config: PretrainedConfig, model: type[PreTrainedModel] | None = None) -> None:
+    """Raises UserError if transformers cannot judge drafts with this target. config, model: as for `is_stateful`."""
+    if is_stateful(config, model):
+        raise SharedUserError(
+            f"target {name!r}: its layers carry a state from token to token, which cannot be rolled back after a "
+            "rejected draft; judge the draft with evaluate.py --engine sglang"
+        )
+
+
+def length_ropes(config: PretrainedConfig) -> dict[str, int]:
+    """The rope types by which transformers rotates a prompt according to the length of the longest one in its batch
+    (transformers' `dynamic_rope_update`), each with the most tokens of a prompt that is rotated like all shorter
+    ones."""
+    ropes, limits = getattr(config, "rope_parameters", None) or {}, {}  # for the whole model, or one per layer type
+    for rope in (ropes, *ropes.values()):
+        kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
+        if kind == "longrope":
+            limits[kind] = rope["original_max_position_embeddings"]
+        elif "dynamic" in kind:
+            limits[kind] = config.max_position_embeddings
+    return limits
 
 
 def _plain(architecture: str) -> str:

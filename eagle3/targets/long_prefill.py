@@ -23,7 +23,7 @@ from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.topology import agreed, gathered
 from eagle3.states.capture import Document
 from eagle3.states.rows import Rows
-from eagle3.targets.facts import RECURRENT, recurrent_layers
+from eagle3.targets.facts import RECURRENT, length_ropes, recurrent_layers
 from eagle3.targets.logits import check_tokens
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.transfer import send
@@ -341,11 +341,8 @@ class LongPrefill:
         if types := sorted(set(getattr(config, "layer_types", None) or ()) - known):
             raise self.refusal(f"has layers of type {', '.join(types)}")
         require_one_rank(self.target.name, config, self.sequence.size())
-        ropes = getattr(config, "rope_parameters", None) or {}  # for the whole model, or one per layer type
-        for rope in (ropes, *ropes.values()):
-            kind = rope.get("rope_type", "default") if isinstance(rope, dict) else "default"
-            if kind == "longrope" or "dynamic" in kind:
-                raise self.refusal(f"rotates keys by the length of the whole prompt (rope type {kind})")
+        for kind in length_ropes(config):
+            raise self.refusal(f"rotates keys by the length of the whole prompt (rope type {kind})")
         # A model file with its own table of attention functions does not find ours. `_chunk` notices one without any.
         module = inspect.getmodule(type(decoder))
         if getattr(module, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS) is not ALL_ATTENTION_FUNCTIONS:

@@ -12,7 +12,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from eagle3.errors import UserError
 from eagle3.states.rows import DraftLogits, LastHidden, Rows, TeacherRows, length_buckets
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
-from eagle3.targets.checkpoint import load_causal_lm
+from eagle3.targets.checkpoint import decoder_layers, decoder_of, load_causal_lm
+from eagle3.targets.facts import length_ropes
 from eagle3.targets.head import model_head
 from eagle3.targets.logits import BLOCK_ROWS, TargetHead, TeacherSummary, check_tokens, summarize_teacher
 
@@ -40,12 +41,11 @@ class TransformersTarget:
     ) -> None:
         self.name = name = model.config.name_or_path or type(model).__name__
         self.model = model.eval().requires_grad_(False)
-        self.decoder = _decoder_of(model)
-        self.layers = getattr(self.decoder, "layers", None)
-        if self.decoder is model or not isinstance(self.layers, nn.ModuleList):
+        self.decoder, self.layers = decoder_of(model), decoder_layers(model)
+        if self.layers is None:
             raise UserError(
-                f"target {name!r}: {type(model).__name__} has no list of decoder layers under get_decoder().layers; "
-                "choose a decoder-only target"
+                f"target {name!r}: {type(model).__name__} has no list of decoder layers under get_decoder().layers, "
+                "where hidden states are read; choose another target"
             )
         count, kind = len(self.layers), self.decoder.config.model_type
         self.aux_layers = check_aux_layers(default_aux_layers(count, kind) if aux_layers is None else aux_layers, count)
@@ -69,9 +69,26 @@ class TransformersTarget:
         for number, document in enumerate(documents):
             check_tokens(document, number, len(self.head.embedding))
         results: dict[int, Rows] = {}
-        for batch in length_buckets([len(document) for document in documents], self.prefill_tokens):
+        for batch in self._batches([len(document) for document in documents]):
             results.update(zip(batch, self._prefill_batch([documents[i] for i in batch]), strict=True))
         return [results[i] for i in range(len(documents))]
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Batches of documents (indices) of similar length, none of which changes how another one is rotated. Raises
+        UserError for a length at which every length has a rotation of its own."""
+        limits = length_ropes(self.decoder.config)
+        for kind, limit in limits.items():
+            if kind != "longrope" and max(lengths, default=0) > limit:
+                raise UserError(
+                    f"target {self.name!r}: a document of {max(lengths):,} tokens is longer than {limit:,}, and beyond "
+                    f"that, rope type {kind} rotates each length in its own way; set data.max_length to {limit} at most"
+                )
+        sides: dict[tuple[bool, ...], list[int]] = {}  # a longrope has one rotation up to its limit, and one beyond
+        for index, length in enumerate(lengths):
+            sides.setdefault(tuple(length > limit for limit in limits.values()), []).append(index)
+        for members in sides.values():
+            for bucket in length_buckets([lengths[index] for index in members], self.prefill_tokens):
+                yield [members[place] for place in bucket]
 
     # no_grad, not inference_mode: training saves these tensors for its backward pass, which refuses inference tensors.
     @torch.no_grad()
@@ -155,8 +172,16 @@ class TransformersTarget:
         in code that no known config field reveals; the teacher would then be silently wrong."""
         outputs = []
         ids = torch.arange(min(8, self.vocab_size), device=self.device)[None]
-        with self.decoder.register_forward_hook(lambda _m, _a, output: outputs.append(output)):
-            logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
+        try:
+            with self.decoder.register_forward_hook(lambda _m, _a, output: outputs.append(output)):
+                logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a config with sizes that do not fit together can cause any
+            raise UserError(
+                f"target {name!r}: {type(self.model).__name__} cannot run ({type(error).__name__}: {error!s:.200}); "
+                "fix its config.json, or choose another target"
+            ) from error
         last, remedy = outputs[0].last_hidden_state[0], "choose another target"
         if self.draft_ids is None:
             expected = self.head.transform.apply(last.float() @ self.head.head.float().T)
@@ -170,14 +195,6 @@ class TransformersTarget:
                 f"target {name!r}: {type(self.model).__name__} changes its logits after the lm_head in a way that is "
                 f"not known here; {remedy}"
             )
-
-
-def _decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The decoder that transformers names or, if it has no layers of its own (Llama 4), the model inside it that
-    does."""
-    decoder = model.get_decoder()
-    models = [part for part in decoder.children() if isinstance(part, PreTrainedModel) and hasattr(part, "layers")]
-    return decoder if hasattr(decoder, "layers") or len(models) != 1 else models[0]
 
 
 def load_target(

@@ -24,6 +24,7 @@ from eagle3.console import GREEN, PLAIN, Progress, Warned, counted
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.text.cache import DAMAGE, Unresumable, opens, remove_unfinished, replacing_folder, sealed, unsealed
+from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, iterate_conversations
 from eagle3.text.encode import (
     EncodedChunk,
@@ -308,10 +309,11 @@ def _json_line(value: list) -> bytes:
 
 
 def _tell_unshown(contents: Contents, encoder: SampleEncoder, report: Callable[[str], None]) -> None:
-    """Warn about templates that hide something.
+    """Warn about templates that hide or change something.
 
-    A template that prints what is said but not who says it is hardly the one that the target is served with. A template
-    that cannot show reasoning loses it, which a user who keeps reasoning should know.
+    A template that prints what is said but not who says it is hardly the one that the target is served with. One whose
+    prompt ends within a token gives answers another beginning than they have in serving. One that cannot show reasoning
+    loses it, which a user who keeps reasoning should know.
     """
     template = encoder.chat_template or encoder.tokenizer.chat_template
     example = contents.example
@@ -325,6 +327,19 @@ def _tell_unshown(contents: Contents, encoder: SampleEncoder, report: Callable[[
         if render(probe.messages) == render([{**question, "role": "assistant"}, {**answer, "role": "user"}]):
             label = "data.chat_template" if encoder.chat_template else "the tokenizer's chat template"
             report(Warned(f"{label} prints a user's and an assistant's messages alike; is the target served with it?"))
+    with suppress(Unusable):
+        prompt, whole = render(probe.messages[:1], generation_prompt=True), render(probe.messages)
+        before, after = (
+            tokenized(encoder.tokenizer, text, add_special_tokens=False)["input_ids"] for text in (prompt, whole)
+        )
+        if whole.startswith(prompt) and after[: len(before)] != before:
+            report(
+                Warned(
+                    "the chat template's generation prompt ends in text that the tokenizer joins with the answer's "
+                    "beginning, so the draft learns a first token that the target does not generate when it is served; "
+                    "use a template whose prompt ends in a token of its own"
+                )
+            )
     count = contents.with_reasoning
     if count and encoder.choices.reasoning == "keep" and isinstance(template, str) and not reasoning_key(template):
         report(

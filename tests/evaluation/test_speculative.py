@@ -459,5 +459,5 @@ def test_a_target_with_a_recurrent_state_is_refused(pair):
         linear_value_head_dim=8,
     )
     target = as_target(Qwen3NextForCausalLM(config))
-    with pytest.raises(UserError, match="linear-attention layers"):
+    with pytest.raises(UserError, match="carry a state from token to token"):
         TargetSession(target, can_forget=True)

@@ -13,12 +13,17 @@ import torch
 import yaml
 from places import FAMILIES, ROOT, ZERO2
 from transformers import (
+    FalconH1Config,
     Gemma4TextConfig,
+    GPT2Config,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     MambaConfig,
+    MiniMaxConfig,
     PretrainedConfig,
     Qwen3_5MoeTextConfig,
+    RecurrentGemmaConfig,
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -42,7 +47,7 @@ from eagle3.planning.fitting import RESERVED, PlannedStream
 from eagle3.recipe.loading import checked_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.targets.checkpoint import target_config
-from eagle3.targets.facts import TargetFacts, read_facts
+from eagle3.targets.facts import TargetFacts, is_stateful, read_facts, recurrent_layers
 
 OWN_TARGETS = ("quickstart", "long-context-demo")  # recipes whose target is made by the run itself
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.yaml")) if path.stem not in OWN_TARGETS}
@@ -248,7 +253,7 @@ def test_a_target_alone_is_a_valid_recipe(tmp_path):
 def test_sizes_that_a_config_leaves_to_its_class_are_named(new_recipe, tmp_path):
     changed("qwen3-8b", hidden_size=None, vocab_size=None)(tmp_path)
     code, output, _ = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
-    assert code == 0 and "config.json does not give hidden_size 4,096, vocab_size 151,936" in output
+    assert code == 0 and "transformers takes hidden_size 4,096, vocab_size 151,936" in output
     published = {name: set(read_facts(str(FAMILIES / name)).assumed) for name in ("gemma-3-27b", "llama-4-scout")}
     assert published == {"gemma-3-27b": {"vocab_size", "max_position_embeddings"}, "llama-4-scout": set()}
 
@@ -277,8 +282,37 @@ def test_a_target_whose_state_cannot_be_rolled_back_is_not_judged_after_training
         assert load_recipe(RECIPES[recipe]).evaluation.conversations == 0
     recipe = load_recipe(RECIPES["qwen3.5-27b"], ["evaluation.conversations=4"])
     Prospect.of(recipe, config)  # planning and capturing do not judge
-    with pytest.raises(UserError, match="evaluation.conversations: 4, but the target has linear-attention layers"):
+    with pytest.raises(UserError, match="evaluation.conversations: 4, but the target's layers carry a state"):
         require_judgeable(recipe, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "stateful"),
+    [
+        (FalconH1Config(), True),  # attention and a state in the same layer
+        (RecurrentGemmaConfig(), True),  # whose config has no layer_types
+        (Lfm2Config(layer_types=["conv", "full_attention"] * 16), True),
+        (MiniMaxConfig(), True),
+        (MambaConfig(), True),
+        (LlamaConfig(), False),
+        (GptOssConfig(), False),
+        (Gemma4TextConfig(), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_state_beside_or_in_place_of_attention_is_known_from_the_config(config, stateful):
+    assert is_stateful(config) == stateful
+
+
+def test_of_the_recipes_targets_only_those_with_linear_attention_carry_a_state(facts):
+    carrying = {name for name, known in facts.items() if is_stateful(known.config)}
+    assert carrying == {name for name, known in facts.items() if recurrent_layers(known.config)} != set()
+
+
+def test_a_class_that_keeps_its_layers_elsewhere_is_refused(new_recipe, tmp_path):
+    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+    code, _, errors = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
+    assert code == 2 and "no list of decoder layers" in errors and not (tmp_path / "x.yaml").exists()
 
 
 def test_a_small_target_is_counted_in_millions(new_recipe, tmp_path):

@@ -77,7 +77,14 @@ def tied_llama() -> LlamaForCausalLM:
     return tiny_llama(2, tie_word_embeddings=True)
 
 
-MODELS = pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tied_llama])
+def longrope_llama() -> LlamaForCausalLM:
+    """Documents of more than 20 tokens are rotated in another way than shorter ones."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 20, **factors}
+    return tiny_llama(3, rope_parameters=rope)
+
+
+MODELS = pytest.mark.parametrize("make", [tiny_llama, tiny_qwen3, tied_llama, longrope_llama])
 
 
 def documents(*lengths: int, seed: int = 3) -> list[torch.Tensor]:
@@ -132,6 +139,16 @@ def test_batched_rows_equal_unbatched_rows_in_the_callers_order(make):
         torch.testing.assert_close(states.teacher.values, alone.teacher.values, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(states.teacher.logsumexp, alone.teacher.logsumexp, rtol=1e-5, atol=1e-5)
         assert torch.equal(states.teacher.argmax, alone.teacher.argmax)
+
+
+def test_a_rotation_of_its_own_for_every_length_is_refused():
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    target = TransformersTarget(
+        tiny_llama(rope_parameters=rope, max_position_embeddings=32), aux_layers=None, prefill_tokens=64
+    )
+    assert len(target.prefill(documents(32, 5))) == 2
+    with pytest.raises(UserError, match="a document of 33 tokens is longer than 32, .* set data.max_length to 32"):
+        target.prefill(documents(33, 5))
 
 
 def test_batches_hold_every_document_once_within_the_budget():
@@ -359,6 +376,13 @@ def test_a_teacher_of_logits_keeps_what_a_bf16_model_says_unrounded():
     assert states.teacher.values.dtype == torch.bfloat16 and torch.equal(states.teacher.values, logits[:, ::2])
     assert states.teacher.logsumexp.dtype == torch.float32
     torch.testing.assert_close(states.teacher.logsumexp, logits.float().logsumexp(-1), rtol=1e-6, atol=0)
+
+
+def test_a_model_that_cannot_run_is_refused_in_one_line():
+    model = tiny_llama()
+    model.model.layers[2].self_attn.o_proj = torch.nn.Linear(63, 64)
+    with pytest.raises(UserError, match=r"LlamaForCausalLM cannot run \(RuntimeError: mat1 and mat2"):
+        TransformersTarget(model, aux_layers=None, prefill_tokens=8)
 
 
 def test_a_model_without_a_layer_list_is_refused():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from prepare_cases import OPTIONS, TEMPLATE, byte_tokenizer, packed, prepare, prepared
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eagle3.console import Warned
@@ -158,6 +159,23 @@ def test_a_template_that_does_not_show_who_speaks_is_warned_of(tmp_path, tokeniz
         lines = []
         prepared(tmp_path, tokenizer, "one", "two", chat_template=template, report=lines.append)
         assert any("prints a user's and an assistant's messages alike" in line for line in lines) == warned
+
+
+def test_a_prompt_that_ends_within_a_token_is_warned_of(tmp_path):
+    """As if ` a` were one token: the prompt ends with a space that the answer's first word takes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: index for index, letter in enumerate([*letters, "Ġa"])}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ġ", "a")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    template = (
+        "{% for message in messages %}{{ message.role }}:END{{ message.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:END{% endif %}"
+    )
+    for end, warned in ((" ", True), ("\n", False)):
+        lines = []
+        prepared(tmp_path, tokenizer, "one", chat_template=template.replace("END", end), report=lines.append)
+        assert any("joins with the answer's beginning" in line for line in lines) == warned
 
 
 def test_where_the_template_is_the_problem_another_one_is_offered(tmp_path, tokenizer):
