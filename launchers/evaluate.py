@@ -48,7 +48,7 @@ def main() -> int:
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         from eagle3.draft.interchange import read_exported
         from eagle3.evaluation.acceptance import Sampling
-        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judge_served, target_and_texts
+        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judge_served, what_was_judged
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
@@ -79,7 +79,7 @@ def main() -> int:
         raise UserError(
             f"{draft}: exported again while it was being judged, so the result is for a draft that is gone; judge again"
         )
-    write_result(out, result | {"draft": str(draft)} | target_and_texts(inputs, files), console)
+    write_result(out, result | what_was_judged(inputs, draft, files), console)
     stop_distributed()
     return 1 if lossless is False else 0
 

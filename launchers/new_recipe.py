@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eagle3.command_line import Parser, slow_imports
 from eagle3.console import Console, tell, waiting
@@ -9,7 +10,11 @@ from eagle3.durable import write_text, writing
 from eagle3.errors import UserError, run_command
 from eagle3.hub import require_target_folder
 from eagle3.recipe.loading import apply_override, checked_recipe, load_recipe
+from eagle3.recipe.schema import Recipe
 from eagle3.targets.sglang.installed import INSTALL, TESTED, is_installed
+
+if TYPE_CHECKING:
+    from eagle3.targets.facts import TargetFacts
 
 ROOT = Path(__file__).parent.parent
 TABLE = ("<!-- recipes: begin -->", "<!-- recipes: end -->")
@@ -51,8 +56,6 @@ def write_new(options: argparse.Namespace) -> None:
         raise UserError(f"{out}: there is no folder {out.parent}; create it, or name another file with --out")
     require_target_folder(options.target)
     with slow_imports(options.quiet):
-        import torch
-
         from eagle3.jobs.new_recipe import model_size, new_recipe_text
         from eagle3.targets.checkpoint import tokenizer_code
         from eagle3.targets.facts import read_facts
@@ -78,6 +81,19 @@ def write_new(options: argparse.Namespace) -> None:
         out.write_text(text, encoding="utf-8")
     recipe = load_recipe(out)  # check that the new recipe can be loaded
     tell(f"{out}: {facts.architecture}, {model_size(facts.parameters)}")
+    tell_what_to_check(recipe, facts, facts.architecture in served, code)
+    if not options.quiet:
+        tell(f"next: python launchers/prepare.py {out} --preview 2")
+
+
+def tell_what_to_check(recipe: Recipe, facts: "TargetFacts", is_served: bool, code: str | None) -> None:
+    """Tells what the user should know of a new recipe.
+
+    is_served: whether SGLang serves drafts for its target
+    code: the class of a tokenizer that is code, and may not run
+    """
+    import torch
+
     if facts.assumed:
         sizes = ", ".join(f"{name} {value:,}" for name, value in facts.assumed.items())
         tell(f"config.json does not give every size: transformers takes {sizes}; check that")
@@ -85,7 +101,7 @@ def write_new(options: argparse.Namespace) -> None:
         tell(f"its tokenizer is Python code ({code}): read it, and set model.trust_remote_code=tokenizer to let it run")
     if facts.quantised_head:
         tell("its lm_head is quantised: the recipe takes the target's own logits as teacher (target.teacher: logits)")
-    if facts.architecture not in served:
+    if not is_served:
         tell(
             f"SGLang{'' if is_installed() else f' {TESTED}, the version known here,'} serves no EAGLE3 drafts for this "
             "architecture: transformers will capture"
@@ -103,8 +119,6 @@ def write_new(options: argparse.Namespace) -> None:
             "training.dtype is bfloat16, for GPUs; this machine has none, and to train here add training.dtype=float32 "
             "model.target_dtype=float32: bfloat16 is several times slower on CPUs"
         )
-    if not options.quiet:
-        tell(f"next: python launchers/prepare.py {out} --preview 2")
 
 
 def refresh(options: argparse.Namespace) -> None:

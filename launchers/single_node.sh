@@ -31,7 +31,8 @@ elif command -v nvidia-smi >/dev/null && [[ ! -v CUDA_VISIBLE_DEVICES ]]; then
   gpus=$(nvidia-smi -L | grep -c '^GPU' || true) most=${gpus#0}
 fi
 choose_processes "$gpus"
-[[ ! $most ]] || ((processes <= most)) || refuse "PROCESSES=$PROCESSES: is more than the GPUs here, $most; give $most or fewer"
+[[ ! $most ]] || ((processes <= most)) ||
+  refuse "PROCESSES=$PROCESSES: is more than the GPUs here, $most; give $most or fewer"
 set_environment "$processes"
 # As on a CPU; otherwise DeepSpeed adds remarks about this machine to the output of the check.
 DS_ACCELERATOR=cpu python "$root/launchers/train.py" "${arguments[@]}" --check "1x$processes" || exit

@@ -230,13 +230,14 @@ def estimated_pay_off(
     return PayOff(source, cells)
 
 
-def target_and_texts(inputs: Inputs, files: Mapping[str, Path]) -> dict[str, str]:
-    """The target and texts of a judgement, so that comparisons notice if these differ. Paths are reduced to their last
-    part."""
+def what_was_judged(inputs: Inputs, exported: Path, files: Mapping[str, Path]) -> dict[str, str]:
+    """The draft, target and texts of a judgement, so that comparisons notice if these differ. Paths of targets and
+    texts are reduced to their last part."""
     model, samples = inputs.recipe.model, inputs.held_out
     name = Path(model.target).name if Path(model.target).expanduser().is_dir() else model.target
     own = f"{len(samples):,} held-out samples of {int(samples.lengths.sum()):,} tokens"
     return {
+        "draft": str(exported),
         "target": f"{name} ({inputs.fingerprint[:8]})",
         "texts": ", ".join(file.name for file in files.values()) or own,
     }

@@ -90,19 +90,8 @@ def new_recipe_text(
     for override in overrides:
         apply_override(values, override)
     context = facts.context or planned(_recipe(values), facts, NODE, deepspeed_file).draft.max_position_embeddings
-    length = values["data"].setdefault("max_length", min(CONTEXTS[1], context))
-    if values["parallelism"].keys() & {"ulysses", "ring"}:
-        sizes = planned_step(Prospect.of(_recipe(values), facts.config), NODE, deepspeed_file, packed=False).sizes
-    elif layout := _fitting(_recipe(values), facts, NODE, PlannedStream(length, 1, 1.0), deepspeed_file):
-        sizes, memory = layout.planned.sizes, layout.planned.memory
-        values["parallelism"] |= {"ulysses": sizes.ulysses, "ring": sizes.ring}
-        if sizes.ring > 1:
-            values["parallelism"].setdefault("ring_mode", layout.planned.ring_mode)
-        values["memory"] = {"recompute": memory.recompute, "inputs": layout.planned.residence} | values["memory"]
-    else:
-        sizes = None
-    if sizes:  # one sample per stream, as assumed when a layout is chosen
-        values["training"].setdefault("accumulation", max(values["training"]["global_batch_size"] // sizes.data, 1))
+    values["data"].setdefault("max_length", min(CONTEXTS[1], context))
+    _lay_out(values, facts, deepspeed_file)
     recipe = _recipe(values)
     planned_step(Prospect.of(recipe, facts.config), NODE, deepspeed_file, packed=True)  # refuses what train.py would
     head = (
@@ -113,6 +102,23 @@ def new_recipe_text(
     sections = (yaml.safe_dump({name: keys}, sort_keys=False, width=WIDTH) for name, keys in values.items() if keys)
     commented = "".join(f"# {line}\n" for line in textwrap.wrap(head, WIDTH))
     return f"{commented}{''.join(sections)}\n{findings(recipe, facts, deepspeed_file)}\n"
+
+
+def _lay_out(values: dict[str, dict], facts: TargetFacts, deepspeed_file: Path) -> None:
+    """Add to a recipe's values the layout that the user chose or, if one fits, the best one for a node, with the
+    accumulation that it needs for one sample per stream. Raises UserError for a chosen one that is impossible."""
+    recipe = _recipe(values)
+    if values["parallelism"].keys() & {"ulysses", "ring"}:
+        sizes = planned_step(Prospect.of(recipe, facts.config), NODE, deepspeed_file, packed=False).sizes
+    elif layout := _fitting(recipe, facts, NODE, PlannedStream(recipe.data.max_length, 1, 1.0), deepspeed_file):
+        sizes, memory = layout.planned.sizes, layout.planned.memory
+        values["parallelism"] |= {"ulysses": sizes.ulysses, "ring": sizes.ring}
+        if sizes.ring > 1:
+            values["parallelism"].setdefault("ring_mode", layout.planned.ring_mode)
+        values["memory"] = {"recompute": memory.recompute, "inputs": layout.planned.residence} | values["memory"]
+    else:
+        return
+    values["training"].setdefault("accumulation", max(values["training"]["global_batch_size"] // sizes.data, 1))
 
 
 def model_size(parameters: int) -> str:

@@ -87,7 +87,7 @@ def aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, i
     """The target layers that the draft reads: those of model.aux_layers, of model.draft.config, or the default. Raises
     UserError if there are no such layers."""
     model = recipe.model
-    layers = model.aux_layers or (model.draft.config and read_draft_config(model.draft.config).aux_layers)
+    layers = model.aux_layers or _of_config(model.draft, "aux_layers")
     layers = layers or default_aux_layers(target.num_hidden_layers, target.model_type)
     return check_aux_layers(layers, target.num_hidden_layers)
 
@@ -95,13 +95,17 @@ def aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, i
 def vocabulary_size(draft: Draft, target_vocab_size: int) -> int:
     """The size of a draft vocabulary that is to be chosen: that of model.draft, of model.draft.config, or the default.
     Raises UserError if it exceeds the target's vocabulary."""
-    chosen = draft.vocab_size or (draft.config and read_draft_config(draft.config).draft_vocab_size)
-    return drafted_tokens(chosen, target_vocab_size)
+    return drafted_tokens(draft.vocab_size or _of_config(draft, "draft_vocab_size"), target_vocab_size)
 
 
 def draft_window(draft: Draft) -> int | None:
     """How many keys a query of the draft can see; None for all."""
-    return read_draft_config(draft.config).window if draft.window is None and draft.config else draft.window
+    return draft.window or _of_config(draft, "window")
+
+
+def _of_config(draft: Draft, name: str) -> Any:
+    """A value of model.draft.config; None without that file."""
+    return getattr(read_draft_config(draft.config), name) if draft.config else None
 
 
 def stored_settings(recipe: Recipe) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
 from eagle3.jobs.description import describe_run
-from eagle3.jobs.evaluate import held_out_prompts, judge, target_and_texts
+from eagle3.jobs.evaluate import held_out_prompts, judge, what_was_judged
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.plan import memory_plan
 from eagle3.jobs.prospect import require_judgeable
@@ -226,9 +226,11 @@ def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
             "model.draft.window to that, or to another number"
         )
     for name in job.shape.different_sizes(exported.config)[:1]:
-        key = "model.aux_layers" if name == "aux_layers" else f"model.draft.{name}"
-        is_set = job.recipe.model.aux_layers if name == "aux_layers" else getattr(settings, name, None)
-        remedy = f"leave out {key} and " * bool(is_set) + f"set model.draft.config to {exported.origin}/config.json"
+        model = job.recipe.model
+        section, place = (model, "model") if name == "aux_layers" else (settings, "model.draft")
+        remedy = f"set model.draft.config to {exported.origin}/config.json"
+        if getattr(section, name, None):
+            remedy = f"leave out {place}.{name} and {remedy}"
         if name in ("hidden_size", "target_hidden_size", "vocab_size"):
             remedy = "name the export of a draft for this target"
         raise UserError(
@@ -370,8 +372,7 @@ def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finis
             return True
         judgement = judge(job, target, folder.export, run.topology, console)
         folder.claim.require()
-        own = {"draft": str(folder.export)} | target_and_texts(job, {})
-        folder.write_evaluation(judgement.as_dict() | own)
+        folder.write_evaluation(judgement.as_dict() | what_was_judged(job, folder.export, {}))
         return judgement.trained.lossless
     finally:
         finish(folder.path, console)

@@ -1,0 +1,278 @@
+"""new_recipe.py: from a config alone to a recipe that plans and fits, or to one line that says what is missing."""
+
+import json
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from places import FAMILIES, ROOT, ZERO2
+from transformers import GPT2Config, MambaConfig
+
+from eagle3.errors import UserError
+from eagle3.jobs.new_recipe import BEGIN, NODE, new_recipe_text, planned
+from eagle3.recipe.loading import load_recipe
+from eagle3.targets.checkpoint import target_config
+from eagle3.targets.facts import read_facts
+
+OWN_CODE = "ling-flash-2.0"  # transformers has no class for it
+INT4 = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}}}  # in the spelling of compressed-tensors
+
+
+@pytest.fixture
+def new_recipe(launcher):
+    return partial(launcher, "new_recipe.py")
+
+
+def test_a_new_recipe_is_one_that_plans_and_fits(new_recipe, tmp_path):
+    out = tmp_path / "mine.yaml"
+    code, output, _ = new_recipe("--target", FAMILIES / "qwen3-8b", "--id", "me/My-Qwen", "--out", out)
+    recipe = load_recipe(out)
+    assert code == 0 and "Qwen3ForCausalLM, 8B parameters" in output
+    assert recipe.model.target == "me/My-Qwen" and recipe.output.dir == Path("runs/my-qwen")
+    assert new_recipe("--target", FAMILIES / "qwen3-8b", "--out", out)[0] == 2  # does not overwrite
+
+
+def test_a_target_alone_is_a_valid_recipe(tmp_path):
+    path = tmp_path / "alone.yaml"
+    path.write_text("model: {target: Qwen/Qwen3-8B}\n", encoding="utf-8")
+    recipe = load_recipe(path)
+    assert recipe.output.dir == Path("runs/qwen3-8b") and recipe.data.train == ["preset:ultrachat"]
+    known = read_facts(str(FAMILIES / "qwen3-8b"))
+    assert planned(recipe, known, NODE, ZERO2).draft.hidden_size == 4096
+
+
+def test_sizes_that_a_config_leaves_to_its_class_are_named(new_recipe, tmp_path):
+    changed("qwen3-8b", hidden_size=None, vocab_size=None)(tmp_path)
+    code, output, _ = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
+    assert code == 0 and "transformers takes hidden_size 4,096, vocab_size 151,936" in output
+    published = {name: set(read_facts(str(FAMILIES / name)).assumed) for name in ("gemma-3-27b", "llama-4-scout")}
+    assert published == {"gemma-3-27b": {"vocab_size", "max_position_embeddings"}, "llama-4-scout": set()}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("qwen3.5-27b", {"text_config": None}, "gives none of the sizes of its language model"),
+        ("qwen3-8b", {"architectures": [3]}, "has 3 in architectures, which is not the name of a class"),
+        ("qwen3-8b", {"num_key_value_heads": 0}, "has num_key_value_heads 0, which is no size"),
+        ("qwen3.5-27b", {"text_config": {"hidden_size": -1}}, "has text_config.hidden_size -1, which is no size"),
+        ("qwen3-8b", {"quantization_config": "fp8"}, "has quantization_config 'fp8', which is not a dict"),
+    ],
+)
+def test_a_config_that_cannot_be_right_is_refused_by_its_key(new_recipe, tmp_path, family, changes, message):
+    changed(family, **changes)(tmp_path)
+    code, _, errors = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
+    assert code == 2 and message in errors and errors.count("\n") == 1
+    (tmp_path / "config.json").unlink()
+    assert "its config.json is not there" in new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")[2]
+
+
+def test_a_class_that_keeps_its_layers_elsewhere_is_refused(new_recipe, tmp_path):
+    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+    code, _, errors = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
+    assert code == 2 and "no list of decoder layers" in errors and not (tmp_path / "x.yaml").exists()
+
+
+def test_a_small_target_is_counted_in_millions(new_recipe, tmp_path):
+    """The target has four layers of 32 x (4 x 32 + 3 x 96) weights, their norms, and an embedding that is also the
+    head."""
+    small = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 50_000, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
+    changed("qwen3-8b", **small, **heads)(tmp_path)
+    out = tmp_path / "x.yaml"
+    code, output, _ = new_recipe("--target", tmp_path, "--out", out)
+    assert code == 0 and "Qwen3ForCausalLM, 1.7M parameters" in output
+    text = out.read_text(encoding="utf-8")
+    assert "(1.7M parameters)" in text and "# target: 1.7M parameters, 3.3 MB as stored" in text
+
+
+def test_a_target_of_short_context_is_planned_no_longer_than_that(new_recipe, tmp_path):
+    changed("qwen3-8b", max_position_embeddings=2048)(tmp_path)
+    out = tmp_path / "x.yaml"
+    code, output, _ = new_recipe("--target", tmp_path, "--out", out)
+    assert code == 0 and load_recipe(out).data.max_length == 2048
+    closing = out.read_text(encoding="utf-8").partition(BEGIN)[2]
+    assert re.findall(r" GPUs +([\d,]+) tokens", closing) == ["2,048"] * 2 and "at most" not in closing
+    assert ("training.dtype=float32" in output) == (not torch.cuda.is_available())
+
+
+@pytest.mark.parametrize(
+    ("quantised", "head", "size"),
+    [
+        ({"quant_method": "gptq", "bits": 4, "lm_head": True}, True, 0.55),
+        ({"quant_method": "gptq", "bits": 8, "lm_head": False}, False, 1.0),
+        ({"quant_method": "awq", "bits": 4}, False, 0.55),
+        ({"quant_method": "compressed-tensors", "ignore": ["re:.*lm_head"], "config_groups": INT4}, False, 0.55),
+        ({"quant_method": "compressed-tensors", "ignore": ["model.lm_head"], "config_groups": INT4}, False, 0.55),
+        ({"quant_method": "compressed-tensors", "ignore": [], "config_groups": INT4}, True, 0.55),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}, False, 0.55),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, False, 0.55),
+        ({"quant_method": "fp8"}, False, 1.0),
+        (None, False, 2.0),
+    ],
+)
+def test_a_quantised_head_gets_its_targets_own_logits_for_a_teacher(new_recipe, tmp_path, quantised, head, size):
+    changed("qwen3-8b", quantization_config=quantised)(tmp_path)
+    code, output, _ = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
+    recipe = load_recipe(tmp_path / "x.yaml")
+    assert code == 0 and (recipe.target.teacher == "logits") == head == ("lm_head is quantised" in output)
+    assert (recipe.model.draft.lm_head == "random") == head
+    facts = read_facts(str(tmp_path))
+    assert facts.bytes / facts.parameters == pytest.approx(size)
+
+
+@pytest.mark.parametrize(("family", "size"), [("qwen3-8b", "one GPU"), ("deepseek-v3", "many")])
+@pytest.mark.parametrize("engine", [True, False])
+def test_a_recipe_lets_transformers_run_what_it_can_where_sglang_is_missing(family, size, engine):
+    text = new_recipe_text("owner/model", read_facts(str(FAMILIES / family)), ZERO2, engine=engine)
+    values = yaml.safe_load(text)
+    by_sglang = engine or size == "many"
+    assert values["target"]["backend"] == ("sglang" if by_sglang else "transformers")
+    assert values["hidden_states"]["mode"] == ("stored" if by_sglang else "live")
+
+
+def test_keys_on_the_command_line_make_a_recipe_where_a_config_tells_too_little(new_recipe, tmp_path):
+    changed("qwen3-8b", rope_scaling={"rope_type": "dynamic", "factor": 2.0})(tmp_path)
+    code, _, err = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
+    assert code == 2 and "'dynamic' is not one that a draft can have" in err
+    keys = ["model.draft.rope_parameters={rope_type: default, rope_theta: 1000000}", "data.max_length=2048"]
+    assert new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml", *keys)[0] == 0
+    recipe = load_recipe(tmp_path / "x.yaml")
+    assert recipe.model.draft.rope_parameters == {"rope_type": "default", "rope_theta": 1000000}
+    assert recipe.data.max_length == 2048
+    code, _, err = new_recipe("--target", tmp_path, "--out", tmp_path / "y.yaml", "model.draft.rope=1")
+    assert code == 2 and "did you mean" in err
+
+
+def test_a_target_beyond_one_node_asks_for_servers(new_recipe, tmp_path):
+    assert new_recipe("--target", FAMILIES / "deepseek-v3", "--out", tmp_path / "x.yaml")[0] == 0
+    assert "start SGLang servers over more" in (tmp_path / "x.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
+
+
+def test_a_context_of_millions_is_not_the_drafts_unless_asked_for(new_recipe, tmp_path):
+    assert new_recipe("--target", FAMILIES / "llama-4-scout", "--out", tmp_path / "x.yaml")[0] == 0
+    assert load_recipe(tmp_path / "x.yaml").model.draft.max_position_embeddings == 262_144
+
+
+def test_a_chosen_layout_is_kept_and_its_accumulation_fits():
+    overrides = ["data.max_length=131072", "parallelism.ring=4"]
+    text = new_recipe_text("owner/model", read_facts(str(FAMILIES / "llama-3.3-70b")), ZERO2, overrides)
+    values = yaml.safe_load(text)
+    assert values["parallelism"] == {"ring": 4} and values["training"]["accumulation"] == 32 // 2
+
+
+def test_the_keys_of_a_new_recipe_say_how_its_config_is_read(new_recipe, tmp_path):
+    own_code(tmp_path)
+    arguments = ("--target", tmp_path, "--out", tmp_path / "x.yaml")
+    assert "model.trust_remote_code=true" in new_recipe(*arguments)[2]
+    code, _, errors = new_recipe(*arguments, "model.trust_remote_code=true")
+    assert "trust_remote_code" not in errors, errors
+
+
+def test_refresh_changes_nothing_but_what_follows_from_the_keys(new_recipe, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    shutil.copy(ROOT / "recipes" / "gpt-oss-20b.yaml", path)
+    before = path.read_text(encoding="utf-8")
+    path.write_text(before.replace("vocab_size: 32000", "vocab_size: 16000"), encoding="utf-8")
+    assert new_recipe("--refresh", path, "--target", FAMILIES / "gpt-oss-20b")[0] == 0
+    after = path.read_text(encoding="utf-8")
+    assert "16,000 of 201,088 tokens" in after and after.split(BEGIN)[0] == before.split(BEGIN)[0].replace(
+        "32000", "16000"
+    )
+
+
+def changed(name: str, **changes):
+    """Writes a published config with changed values; None removes a key."""
+
+    def make(folder: Path) -> None:
+        values = json.loads((FAMILIES / name / "config.json").read_text(encoding="utf-8")) | changes
+        values = {key: value for key, value in values.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+
+    return make
+
+
+def unknown_architecture(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"architectures": ["FooForCausalLM"], "model_type": "foo"}))
+
+
+def no_language_model(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"architectures": ["ViTModel"], "model_type": "vit"}))
+
+
+def own_code(folder: Path) -> None:
+    shutil.copy(FAMILIES / OWN_CODE / "config.json", folder)
+
+
+def no_json(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("make", "missing"),
+    [
+        (unknown_architecture, "no model class for architecture FooForCausalLM (model_type 'foo')"),
+        (own_code, "no model class for architecture BailingMoeV2ForCausalLM"),
+        (no_language_model, "is not a causal language model"),
+        (no_json, "config cannot be read"),
+        (lambda folder: (folder / "config.json").write_text("[1]"), "config.json"),
+        (changed("qwen3-8b", architectures=["Qwen3ForSequenceClassification"]), "is not a causal language model"),
+        (changed("qwen3-8b", architectures=["BertForMaskedLM"], model_type="bert"), "is not a causal language model"),
+        (changed("qwen3-8b", quantization_config={"quant_method": "new"}), "does not say its bits"),
+        (changed("qwen3-8b", hidden_size="4096"), "has a value that transformers"),
+        (
+            changed("qwen3-8b", rope_scaling={"rope_type": "banana", "factor": 2.0}),
+            "banana",
+        ),
+        (
+            lambda folder: MambaConfig(architectures=["MambaForCausalLM"]).save_pretrained(folder),
+            "num_attention_heads is None",
+        ),
+        (lambda folder: None, "its config.json is not there"),
+    ],
+)
+def test_a_target_that_cannot_be_one_is_refused_with_what_is_missing(new_recipe, tmp_path, make, missing):
+    folder = tmp_path / "target"
+    folder.mkdir()
+    make(folder)
+    code, _, err = new_recipe("--target", folder, "--out", tmp_path / "x.yaml")
+    assert code == 2 and missing in err and "Traceback" not in err and not (tmp_path / "x.yaml").exists()
+    assert [line for line in err.splitlines() if line.startswith("error: ")]
+
+
+def test_a_recipe_that_names_an_unknown_architecture_fails_with_what_is_missing(new_recipe, tmp_path):
+    """As it would in train.py, capture.py and plan.py."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    own_code(folder)
+    with pytest.raises(UserError, match="BailingMoeV2ForCausalLM.*trust_remote_code=true"):
+        target_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "name --target"),
+        (("--refresh", "absent.yaml"), "no such recipe"),
+        (("--refresh", ROOT / "recipes" / "quickstart.yaml", "--target", FAMILIES / "qwen3-8b"), "has no lines"),
+        (
+            ("--refresh", ROOT / "recipes" / "qwen3-8b.yaml", "data.max_length=9"),
+            "data.max_length=9 is for a new recipe",
+        ),
+        (("--table", "absent.md"), "no such file"),
+        (("--target", FAMILIES / "qwen3-8b", "--out", "x.yaml", "data=3"), "data"),
+        (("--target", FAMILIES / "qwen3-8b", "--out", "x.yaml", "training.global_batch_size=4"), "global_batch_size"),
+        (("--target", FAMILIES / "qwen3-8b", "--out", "x.yaml", "parallelism.ring=5"), "ring 5"),
+        (("--table", ROOT / "setup.cfg"), "has no lines"),
+        (("--target", "./absent", "--out", "x.yaml"), "no such folder"),
+        (("--target", FAMILIES / "qwen3-8b", "--out", "absent/x.yaml"), "there is no folder absent"),
+        (("--target", FAMILIES / "qwen3-8b", "--table", ROOT / "docs" / "models.md"), "name --target"),
+    ],
+)
+def test_mistakes_are_said_in_one_line(new_recipe, arguments, message):
+    code, _, err = new_recipe(*arguments)
+    assert code == 2 and message in err and "Traceback" not in err
