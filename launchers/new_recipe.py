@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from eagle3.targets.facts import TargetFacts
 
 ROOT = Path(__file__).parent.parent
-TABLE = ("<!-- recipes: begin -->", "<!-- recipes: end -->")
 
 
 def main() -> None:
@@ -27,19 +26,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="the YAML to write (default: recipes/ and the target's name)")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
     parser.add_argument("--refresh", type=Path, metavar="RECIPE", help="rewrite a recipe's closing comment")
-    parser.add_argument("--table", type=Path, metavar="PAGE", help="rewrite the table of all recipes (docs/models.md)")
     parser.add_argument("--quiet", action="store_true", help="print only the file written, and what to check in it")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to write into a new recipe")
     options = parser.parse_intermixed_args()
-    if sum(map(bool, (options.out or (options.target and not options.refresh), options.refresh, options.table))) != 1:
-        raise UserError(
-            "new_recipe.py: name --target for a new recipe, --refresh with a recipe, or --table with docs/models.md"
-        )
-    if (options.refresh or options.table) and (unused := ["--id"] * bool(options.id) + options.overrides):
+    if bool(options.out or (options.target and not options.refresh)) == bool(options.refresh):
+        raise UserError("new_recipe.py: name --target for a new recipe, or --refresh with a recipe")
+    if options.refresh and (unused := ["--id"] * bool(options.id) + options.overrides):
         raise UserError(f"new_recipe.py: {unused[0]} is for a new recipe; leave it out, and edit the recipe itself")
-    if options.table:
-        write_table(options.table)
-    elif options.refresh:
+    if options.refresh:
         refresh(options)
     else:
         write_new(options)
@@ -134,20 +128,6 @@ def refresh(options: argparse.Namespace) -> None:
     with writing(options.refresh, "free space"):
         write_text(options.refresh, text)
     tell(f"{options.refresh}: written again")
-
-
-def write_table(page: Path) -> None:
-    from eagle3.jobs.claims import recipes_table
-
-    if not page.is_file():
-        raise UserError(f"{page}: no such file; name docs/models.md")
-    text = page.read_text(encoding="utf-8")
-    begin, end = (text.find(mark) for mark in TABLE)
-    if begin < 0 or end < begin:
-        raise UserError(f"{page}: has no lines {TABLE[0]} and {TABLE[1]} to write between; add them")
-    table = recipes_table(ROOT / "recipes")
-    page.write_text(f"{text[: begin + len(TABLE[0])]}\n{table}\n{text[end:]}", encoding="utf-8")
-    tell(f"{page}: table written again")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import test_family_masks
 import test_recipes
 import test_sglang_capture
 import test_sglang_families
+from claims import Claim
 from family_targets import architecture
 from sglang_cpu.targets import random_model
 
-from eagle3.jobs.claims import Claim
 from eagle3.targets.sglang.version import EAGLE3_TARGETS
 
 

@@ -263,14 +263,11 @@ def test_a_recipe_that_names_an_unknown_architecture_fails_with_what_is_missing(
             ("--refresh", ROOT / "recipes" / "qwen3-8b.yaml", "data.max_length=9"),
             "data.max_length=9 is for a new recipe",
         ),
-        (("--table", "absent.md"), "no such file"),
         (("--target", FAMILIES / "qwen3-8b", "--out", "x.yaml", "data=3"), "data"),
         (("--target", FAMILIES / "qwen3-8b", "--out", "x.yaml", "training.global_batch_size=4"), "global_batch_size"),
         (("--target", FAMILIES / "qwen3-8b", "--out", "x.yaml", "parallelism.ring=5"), "ring 5"),
-        (("--table", ROOT / "setup.cfg"), "has no lines"),
         (("--target", "./absent", "--out", "x.yaml"), "no such folder"),
         (("--target", FAMILIES / "qwen3-8b", "--out", "absent/x.yaml"), "there is no folder absent"),
-        (("--target", FAMILIES / "qwen3-8b", "--table", ROOT / "docs" / "models.md"), "name --target"),
     ],
 )
 def test_mistakes_are_said_in_one_line(new_recipe, arguments, message):

@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 import yaml
+from claims import Claim, Claims, read_claims, recipes_table
 from places import FAMILIES, ROOT, ZERO2
 from transformers import (
     FalconH1Config,
@@ -25,7 +26,6 @@ from eagle3.draft.config import DraftConfig, drafted_tokens
 from eagle3.draft.derivation import derive_draft, derived_rope
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
-from eagle3.jobs.claims import Claim, Claims, read_claims, recipes_table
 from eagle3.jobs.new_recipe import GPU_BYTES, NODE, planned, refreshed, rope_in_words
 from eagle3.jobs.plan import planned_step
 from eagle3.jobs.prospect import Prospect, require_judgeable

@@ -1,4 +1,7 @@
-"""What has been verified about each single-model recipe (recipes/claims.toml), and the table in docs/models.md."""
+"""What has been verified about each single-model recipe (recipes/claims.toml), and the table in docs/models.md.
+
+python tests/support/claims.py     write the table again
+"""
 
 import tomllib
 from pathlib import Path
@@ -10,6 +13,7 @@ from eagle3.recipe.loading import load_recipe
 
 # All but the last can be verified without the target's weights.
 Claim = Literal["config", "chat_template", "training", "serving", "capture", "weights"]
+MARKS = ("<!-- recipes: begin -->", "<!-- recipes: end -->")
 
 
 class Claims(BaseModel):
@@ -53,3 +57,16 @@ def recipes_table(folder: Path) -> str:
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     lines += ["", "Why not:", "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def write_table(root: Path) -> None:
+    """Writes the table of the recipes in `root` into its docs/models.md again, between the marks."""
+    page = root / "docs" / "models.md"
+    before, _, rest = page.read_text(encoding="utf-8").partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    table = recipes_table(root / "recipes")
+    page.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_table(Path(__file__).parents[2])
