@@ -13,7 +13,6 @@ from eagle3.reporting.plot import (
     ORANGE,
     VERMILLION,
     Axis,
-    Colour,
     Plot,
     Series,
     context_axis,
@@ -144,7 +143,7 @@ def _norm(run: RunRecord, name: str, title: str, key: str) -> Plot:
 
 
 def _of_steps(
-    run: RunRecord, name: str, title: str, key: str, label: str, about: str, colour: Colour, **scale: bool
+    run: RunRecord, name: str, title: str, key: str, label: str, about: str, colour: str, **scale: bool
 ) -> Plot:
     """A chart of one number per step."""
     values, all_steps = column(run.train, key), column(run.train, "step")
@@ -177,7 +176,7 @@ def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
     return Plot(name, title, ABOUT_POSITIONS, alt, axis, share_axis("of verifications"), series)
 
 
-def curve_series(label: str, curve: Curve, colour: Colour, look: str = "line") -> Series:
+def curve_series(label: str, curve: Curve, colour: str, look: str = "line") -> Series:
     """A series of acceptance lengths by context, with the confidence interval if known."""
     band = curve.interval if np.isfinite(curve.interval).any() else None
     return Series(label, curve.contexts, curve.lengths, colour, look, dotted=True, band=band)

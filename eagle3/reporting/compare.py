@@ -11,8 +11,8 @@ from eagle3.durable import write_bytes, write_text, writing
 from eagle3.errors import UserError
 from eagle3.reporting.charts import ABOUT_ACCEPTED, about_loss, contexts_plot, curve_series, loss_label
 from eagle3.reporting.markdown import Markdown, Table, escaped, summary_rows
-from eagle3.reporting.page import rendered, vector
-from eagle3.reporting.plot import COLOURS, Colour, Plot, Series, count_axis, number_axis, png, step_axis, thinned
+from eagle3.reporting.page import rendered
+from eagle3.reporting.plot import COLOURS, Plot, Series, count_axis, number_axis, png, step_axis, svg, thinned
 from eagle3.reporting.record import Record, RunRecord, column, curve_text, measured_curve, read_run, tokens_label, tree
 
 WIDE = 6.4  # inches, for a document rather than a phone
@@ -167,7 +167,7 @@ def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
 
 
 def _course(
-    coloured: Sequence[tuple[Compared, Colour]], over: str, name: str, key: str, title: str, unit: str, about: str
+    coloured: Sequence[tuple[Compared, str]], over: str, name: str, key: str, title: str, unit: str, about: str
 ) -> Plot | None:
     """A chart with pale lines for training and dots for held-out text, by steps or supervised tokens; None if there is
     no data.
@@ -216,7 +216,7 @@ def write_comparison(compared: Sequence[Compared], out: Path) -> str:
         names = ", ".join(map(escaped, unmeasured))
         texts.append(f"No acceptance by context for {names}: launchers/evaluate.py --by-context measures it.\n")
     markdown = "\n".join(texts)
-    title, charts = ", ".join(each.name for each in compared), [vector(plot) for plot in plots]
+    title, charts = ", ".join(each.name for each in compared), [(plot, svg(plot)) for plot in plots]
     files[PAGE] = rendered("comparison.html", title=title, charts=charts, tables=tables, markdown=markdown)
     with writing(out, "free space, or name another folder with --out"):
         out.mkdir(parents=True, exist_ok=True)

@@ -1,21 +1,17 @@
 """The page of a run: the contents of its folder as a single, self-contained HTML file that reads well on a phone."""
 
 import base64
-import hashlib
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
-import numpy as np
-from markupsafe import Markup
 
 from eagle3.console import counted, duration, memory_size
 from eagle3.reporting.advice import Advice, advise
 from eagle3.reporting.charts import Absent
 from eagle3.reporting.markdown import Table, layout_in_words, summary
-from eagle3.reporting.plot import Colour, Plot, Series
+from eagle3.reporting.plot import Plot, svg
 from eagle3.reporting.record import (
     Record,
     RunRecord,
@@ -41,29 +37,23 @@ SECTIONS = {  # title -> names of the charts
 PARTS = {"train": "training", "held_out": "held out"}
 MOST_EXAMPLES = 8
 MOST_PROMPT, OPENING, MOST_VALUE = 2000, 90, 60  # limits in characters
-LETTER = 8.5  # assumed width of a letter in the drawing
-SEPARATOR = ";"
-Place = Callable[[np.ndarray], np.ndarray]  # maps values to positions in the drawing
-Tick = tuple[float, str]  # position and label
-Shape = tuple[str, str, Colour]  # CSS class, SVG path, colour
 
 
 def rendered(template: str, **values: Any) -> str:
-    """Render HTML in which all text from data is escaped, and no script but the page's own can run."""
-    folder = Path(__file__).parent
+    """Render HTML in which all text from data is escaped, and no script can run."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder),
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    script = (folder / "page.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.get_template(template).render(script=Markup(script), script_digest=digest, **values)
+    environment.filters["base64"] = lambda content: base64.b64encode(content).decode()
+    return environment.get_template(template).render(**values)
 
 
-def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
+def page(run: RunRecord, plots: Sequence[Plot | Absent], draw: Callable[[Plot], bytes] = svg) -> str:
+    """The page as HTML. draw: gives a chart as an SVG file."""
     numbers = {
         "Training": ([], []),
         "Acceptance": ([*filter(None, (_sets_table(run),)), *_contexts_tables(run), *_pay_off_tables(run)], []),
@@ -73,7 +63,7 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
     sections = [
         {
             "title": title,
-            "charts": [vector(plot) for plot in plots if plot.name in names and isinstance(plot, Plot)],
+            "charts": [(plot, draw(plot)) for plot in plots if plot.name in names and isinstance(plot, Plot)],
             "missing": [plot for plot in plots if plot.name in names and isinstance(plot, Absent)],
             "tables": numbers[title][0],
             "notes": numbers[title][1],
@@ -294,101 +284,3 @@ def _facts(run: RunRecord) -> dict[str, str]:
         f"{machine['system']}",
         **run.started["versions"],
     }
-
-
-# A chart as an SVG drawing's shapes and words, and its legend, in which the page's script finds the values ------------
-
-
-class Entry(NamedTuple):
-    """An entry in the legend."""
-
-    series: Series
-    value: str  # the last value
-    at: str  # where the last value is
-    # For the page's script: points in the drawing (x, y) and their description (at, values), each as one string with
-    # separators. All are empty for a rule (see Series), whose value is the same everywhere.
-    points: dict[str, str]
-
-
-class Vector(NamedTuple):
-    """A plot as the page draws it."""
-
-    plot: Plot
-    left: float  # left end of its axes
-    xticks: Sequence[Tick]
-    yticks: Sequence[Tick]
-    shapes: Sequence[Shape]
-    rows: Sequence[tuple[str, Sequence[Entry]]]  # groups of entries that belong together, each with its heading
-
-    # The drawing's size, which the page scales, and the ends of its axes.
-    width, height = 440, 270
-    top, right, bottom = 26, 426, 228
-
-
-def vector(plot: Plot) -> Vector:
-    left = 12 + LETTER * max((len(name) for _, name in plot.y.ticks), default=0)
-
-    def across(values: np.ndarray) -> np.ndarray:
-        return left + plot.x.place(values) * (Vector.right - left)
-
-    def down(values: np.ndarray) -> np.ndarray:
-        return Vector.bottom - plot.y.place(values).clip(0, 1) * (Vector.bottom - Vector.top)
-
-    xticks, yticks = (
-        [(round(float(place(np.array(value))), 1), name) for value, name in axis.ticks]
-        for axis, place in ((plot.x, across), (plot.y, down))
-    )
-    rows = [
-        (
-            f"{group}, {plot.x.label}" if group else plot.x.label,
-            [_entry(plot, series, across(series.x), down(series.y)) for series in members],
-        )
-        for group, members in itertools.groupby(plot.series, key=lambda series: series.group)
-    ]
-    shapes = [(*shape, series.colour) for series in plot.series for shape in _shapes(series, across, down)]
-    return Vector(plot, round(left, 1), xticks, yticks, shapes, rows)
-
-
-def _entry(plot: Plot, series: Series, xs: np.ndarray, ys: np.ndarray) -> Entry:
-    known = np.flatnonzero(np.isfinite(xs) & np.isfinite(ys))
-    values, ats = [_value(plot, series, place) for place in known], [plot.x.tell(series.x[place]) for place in known]
-    last = (values[-1], ats[-1]) if len(known) else ("–", "")
-    if series.look == "rule":  # a rule has no points
-        known, values, ats = [], [], []
-    x, y = (" ".join(f"{each[place]:.1f}" for place in known) for each in (xs, ys))
-    return Entry(series, *last, {"x": x, "y": y, "at": SEPARATOR.join(ats), "values": SEPARATOR.join(values)})
-
-
-def _value(plot: Plot, series: Series, place: int) -> str:
-    text = plot.y.tell(float(series.y[place]))
-    if series.band is None or not np.isfinite(series.band[place]).all():
-        return text
-    low, high = (plot.y.tell(float(edge)) for edge in series.band[place])
-    return f"{text} ({low} to {high})"
-
-
-def _shapes(series: Series, across: Place, down: Place) -> Iterator[tuple[str, str]]:
-    """Each shape as (kind, path)."""
-    xs, ys = across(series.x), down(series.y)
-    if series.look == "stairs":
-        first, *edges = across(series.edges)
-        top = "".join(f"V{y:.1f}H{edge:.1f}" for y, edge in zip(ys, edges, strict=True))
-        yield "stairs", f"M{first:.1f} {Vector.bottom}{top}V{Vector.bottom}"
-        return
-    if series.band is not None:
-        low, high = (_points(xs, down(edge)) for edge in series.band.T)
-        around = [both for both in zip(high, low, strict=True) if all(both)]
-        if around:
-            yield "band", "M" + "L".join([up for up, _ in around] + [down for _, down in around[::-1]]) + "z"
-    points = _points(xs, ys)
-    if series.look != "dots":  # a curve, with gaps at points that have no position
-        runs = (list(run) for known, run in itertools.groupby(points, key=bool) if known)
-        yield series.look, "".join("M" + "L".join(run) for run in runs)
-    if series.dotted or series.look == "dots":
-        yield "dots", "".join(f"M{point}h0" for point in points if point)
-
-
-def _points(xs: np.ndarray, ys: np.ndarray) -> list[str]:
-    """Points as text; empty for a point that has no position."""
-    known = np.isfinite(xs) & np.isfinite(ys)
-    return [f"{x:.1f} {y:.1f}" if there else "" for x, y, there in zip(xs, ys, known, strict=True)]

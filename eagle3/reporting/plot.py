@@ -1,11 +1,8 @@
-"""Describes a chart (axes with ticks, series, and the sentence that defines them), and draws it as a PNG file.
-
-The page draws its own charts from the same description.
-"""
+"""Describes a chart (axes with ticks, series, and the sentence that defines them), and draws it with matplotlib: as an
+SVG image for a page, or as a PNG file for documents, chats and slides."""
 
 import io
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -25,26 +22,16 @@ MOST, MOST_SPREAD = 1e100, 1e12  # numbers beyond these come from a run gone wro
 Look = Literal["line", "pale", "dashed", "rule", "dots", "stairs"]
 
 
-class Colour(NamedTuple):
-    """A colour for white pages and one for dark pages."""
-
-    light: str
-    dark: str
-
-
-# Okabe and Ito's palette, whose colours colour-blind people can tell apart, with similar colours for dark pages.
-BLUE, ORANGE = Colour("#0072b2", "#4db2f0"), Colour("#e69f00", "#f2b73f")
-GREEN, VERMILLION = Colour("#009e73", "#2fc99b"), Colour("#d55e00", "#ff8f4d")
-PURPLE, SKY = Colour("#cc79a7", "#e39ac3"), Colour("#56b4e9", "#8fd0f7")
-GREY = Colour("#6b7280", "#9aa5b1")
+# Okabe and Ito's palette, whose colours colour-blind people can tell apart.
+BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9"
+GREY = "#6b7280"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 
 
-def shades(count: int) -> list[Colour]:
+def shades(count: int) -> list[str]:
     """Colours for ordered series; the first stands out most."""
-    scale, steps = matplotlib.colormaps["viridis"], np.linspace(0, 1, max(1, count))
-    both = zip(scale(0.88 * steps), scale(1 - 0.58 * steps), strict=True)
-    return [Colour(*(matplotlib.colors.to_hex(colour) for colour in pair)) for pair in both]
+    scale = matplotlib.colormaps["viridis"](0.88 * np.linspace(0, 1, max(1, count)))
+    return [matplotlib.colors.to_hex(colour) for colour in scale]
 
 
 class Axis(NamedTuple):
@@ -54,17 +41,8 @@ class Axis(NamedTuple):
     low: float
     high: float
     ticks: Sequence[tuple[float, str]]  # value and label of each tick
-    tell: Callable[[float], str]  # describes a value, for when someone points at it
+    tell: Callable[[float], str]  # describes a value
     base: int | None = None  # base of a logarithmic axis
-
-    def place(self, values: np.ndarray) -> np.ndarray:
-        """Positions of values on the axis, from 0 at the low end to 1 at the high end; nan for a value that has
-        none."""
-        values = np.clip(values, -MOST, MOST)
-        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-            if self.base is None:
-                return (values - self.low) / (self.high - self.low)
-            return np.log(values / self.low) / math.log(self.high / self.low)
 
 
 class Series(NamedTuple):
@@ -73,7 +51,7 @@ class Series(NamedTuple):
     label: str
     x: np.ndarray  # [n]
     y: np.ndarray  # [n], nan if there is no value
-    colour: Colour
+    colour: str
     # line, pale, dashed: curves; rule: a level that is the same everywhere; dots: points without a curve; stairs: a
     # histogram
     look: Look = "line"
@@ -105,7 +83,7 @@ def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return np.array([steps[run].mean() for run in runs]), np.array([mean(values[run]) for run in runs])
 
 
-def level(label: str, x: Axis, height: float, colour: Colour = GREY) -> Series:
+def level(label: str, x: Axis, height: float, colour: str = GREY) -> Series:
     """A series for a level that is the same everywhere."""
     return Series(label, np.array([x.low, x.high]), np.array([height, height]), colour, "rule")
 
@@ -178,16 +156,17 @@ def _within(
     return [(float(tick), name(float(tick))) for tick in ticks if low - slack <= tick <= high + slack]
 
 
-# As a PNG file, by matplotlib, for documents, chats and slides --------------------------------------------------------
+# Drawn by matplotlib --------------------------------------------------------------------------------------------------
 
 # Narrow, so that letters keep their size on a phone, whose width of 340 CSS pixels corresponds to 340 points.
 WIDTH, HEIGHT, DPI = 4.7, 3.5, 180  # inches, dots per inch
+LETTERS = 13  # letters of a legend in an inch
 INK = "#1f2933"
 STYLE = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",
-    "axes.edgecolor": GREY.light,
+    "axes.edgecolor": GREY,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -201,7 +180,10 @@ STYLE = {
     "legend.fontsize": 9,
     "text.parse_math": False,  # a $ in a run's name is only a $
     "figure.facecolor": "white",
+    "svg.hashsalt": "",  # names of its parts that do not change from one drawing to the next
 }
+# A PNG names no software, an SVG no date, so that a run's charts are the same files each time.
+METADATA = {"png": {"Software": None}, "svg": {"Date": None}}
 LOOKS = {
     "line": {},
     "pale": {"alpha": 0.45},
@@ -214,31 +196,44 @@ MARKERS = "osD^vP"  # for series whose points are drawn
 
 
 def png(plot: Plot, width: float = WIDTH) -> bytes:
+    """The chart as a PNG file, with its title. width: in inches."""
+    return _saved(plot, "png", width, plot.title)
+
+
+def svg(plot: Plot) -> bytes:
+    """The chart as an SVG file without a title, for a page that has one."""
+    return _saved(plot, "svg", WIDTH, None)
+
+
+def _saved(plot: Plot, form: str, width: float, title: str | None) -> bytes:
+    written = io.BytesIO()
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(width, HEIGHT), dpi=DPI, layout="constrained")
-        axes = figure.add_subplot()
-        axes.set_title(plot.title, loc="left")
-        for axis, name in ((plot.x, "x"), (plot.y, "y")):
-            values, names = ([tick[side] for tick in axis.ticks] for side in (0, 1))
-            axes.set(**{f"{name}label": axis.label, f"{name}scale": "log" if axis.base else "linear"})
-            axes.set(**{f"{name}lim": (axis.low, axis.high), f"{name}ticks": values, f"{name}ticklabels": names})
-        axes.minorticks_off()
-        groups = [list(members) for _, members in itertools.groupby(plot.series, key=lambda series: series.group)]
-        looks = [(_label(plot, series), _look(series, place)) for place, series in enumerate(groups[0])]
-        # the other groups use the colours of the first
-        looks += [(others[0].group, _look(others[0]) | {"color": GREY.light}) for others in groups[1:]]
-        entries = [Line2D([], [], label=label, **look) for label, look in looks]
-        for members in groups:
-            for place, series in enumerate(members):
-                _draw(axes, series, place)
-        columns = math.ceil(len(entries) / math.ceil(len(entries) / 5))
-        if max(len(entry.get_label()) for entry in entries) > 20:
-            columns = 1 if width == WIDTH else 3
-        # below the axes, where it hides no data
-        figure.legend(handles=entries, loc="outside lower center", ncols=columns, handlelength=1.5, columnspacing=1.1)
-        written = io.BytesIO()
-        figure.savefig(written, format="png", metadata={"Software": None})
+        drawn(plot, width, title).savefig(written, format=form, metadata=METADATA[form])
     return written.getvalue()
+
+
+def drawn(plot: Plot, width: float = WIDTH, title: str | None = None) -> Figure:
+    figure = Figure(figsize=(width, HEIGHT), dpi=DPI, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title or "", loc="left")
+    for axis, name in ((plot.x, "x"), (plot.y, "y")):
+        values, names = ([tick[side] for tick in axis.ticks] for side in (0, 1))
+        axes.set(**{f"{name}label": axis.label, f"{name}scale": "log" if axis.base else "linear"})
+        axes.set(**{f"{name}lim": (axis.low, axis.high), f"{name}ticks": values, f"{name}ticklabels": names})
+    axes.minorticks_off()
+    groups = [list(members) for _, members in itertools.groupby(plot.series, key=lambda series: series.group)]
+    looks = [(_label(plot, series), _look(series, place)) for place, series in enumerate(groups[0])]
+    # the other groups use the colours of the first
+    looks += [(others[0].group, _look(others[0]) | {"color": GREY}) for others in groups[1:]]
+    entries = [Line2D([], [], label=label, **look) for label, look in looks]
+    for members in groups:
+        for place, series in enumerate(members):
+            _draw(axes, series, place)
+    columns = int(LETTERS * width) // (max(len(entry.get_label()) for entry in entries) + 6)
+    columns = min(len(entries), 5, max(1, columns))
+    # below the axes, where it hides no data
+    figure.legend(handles=entries, loc="outside lower center", ncols=columns, handlelength=1.5, columnspacing=1.1)
+    return figure
 
 
 def _label(plot: Plot, series: Series) -> str:
@@ -247,16 +242,22 @@ def _label(plot: Plot, series: Series) -> str:
 
 def _look(series: Series, place: int = 0) -> dict:
     marked = {"marker": MARKERS[place % len(MARKERS)], "markersize": 5} if series.dotted else {}
-    return {"color": series.colour.light, "linewidth": 1.6} | marked | LOOKS[series.look]
+    return {"color": series.colour, "linewidth": 1.6} | marked | LOOKS[series.look]
 
 
 def _draw(axes: Axes, series: Series, place: int) -> None:
     if series.look == "stairs":
-        axes.stairs(series.y, series.edges, color=series.colour.light, fill=True, alpha=0.25)
-        axes.stairs(series.y, series.edges, color=series.colour.light, linewidth=1.4)
+        axes.stairs(series.y, series.edges, color=series.colour, fill=True, alpha=0.25)
+        axes.stairs(series.y, series.edges, color=series.colour, linewidth=1.4)
         return
     if series.band is not None:
-        axes.fill_between(series.x, *series.band.T, color=series.colour.light, alpha=0.18, linewidth=0)
+        axes.fill_between(series.x, *series.band.T, color=series.colour, alpha=0.18, linewidth=0)
     dots = series.look == "dots" or series.dotted
     dense = {"linewidth": 1} if series.look in ("line", "pale") and not dots else {}
-    axes.plot(series.x, series.y, zorder=3 if dots else 2, clip_on=not dots, **_look(series, place) | dense)
+    axes.plot(
+        series.x,
+        np.clip(series.y, -MOST, MOST),
+        zorder=3 if dots else 2,
+        clip_on=not dots,
+        **_look(series, place) | dense,
+    )
