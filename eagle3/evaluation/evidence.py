@@ -80,8 +80,10 @@ def evidence_of(
         by_position=[now / max(1, before) for before, now in zip(reached, reached[1:], strict=False)],
         coverage=float(exported.t2d[tokens].double().mean()) if len(tokens) else 0.0,
         by_context=_between(first, contexts, contexts_up_to(max(contexts.tolist(), default=1)), "{:,}"),
-        by_token=_shares(first, {kind: torch.tensor([name == kind for name in names]) for kind in sorted(set(names))}),
-        by_entropy=_between(first, entropy, quarters, "{:.2f}"),
+        by_token=_shares(
+            first, [(kind, torch.tensor([name == kind for name in names])) for kind in sorted(set(names))]
+        ),
+        by_entropy=_between(first, entropy, quarters, "{:.2g}"),
     )
 
 
@@ -98,13 +100,12 @@ def kind_of(text: str) -> str:
 
 
 def _between(first: Tensor, values: Tensor, edges: Sequence[float], form: str) -> list[Share]:
-    """One group for the values up to each edge, and one for those above the last."""
+    """One group for the values up to each edge, and one for those above the last. Edges may print alike."""
     group = torch.bucketize(values, torch.tensor(edges))
     names = [*(f"to {form.format(edge)}" for edge in edges), *(f"above {form.format(edge)}" for edge in edges[-1:])]
-    return _shares(first, {name: group == place for place, name in enumerate(names)})
+    return _shares(first, [(name, group == place) for place, name in enumerate(names)])
 
 
-def _shares(first: Tensor, groups: dict[str, Tensor]) -> list[Share]:
-    return [
-        Share(name, int(mask.sum()), float(first[mask].double().mean())) for name, mask in groups.items() if mask.any()
-    ]
+def _shares(first: Tensor, groups: Sequence[tuple[str, Tensor]]) -> list[Share]:
+    """The groups that have places, which together are all places."""
+    return [Share(name, int(mask.sum()), float(first[mask].double().mean())) for name, mask in groups if mask.any()]

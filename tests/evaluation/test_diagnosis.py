@@ -16,7 +16,9 @@ from tiny_draft import DRAFT_TOKENS, NEW_TOKENS, as_target, export_trained, rand
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
 from eagle3.evaluation.diagnosis import Diagnosis, Measured, diagnose, measuring
+from eagle3.evaluation.evidence import evidence_of
 from eagle3.evaluation.known_faults import HEAD, Reading, Surroundings, layers_to_keep
+from eagle3.evaluation.teacher_forced import ForcedDrafts, WrittenText
 
 PROMPTS = 12
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -100,3 +102,14 @@ def test_a_scaled_head_is_noted_because_only_sampling_suffers(sound):
 def test_one_text_is_refused_because_it_shows_no_interval(sound):
     with pytest.raises(UserError, match="--prompts: 1 of 1 answers hold a chain of 3 tokens"):
         sound.diagnosed(sound.reading._replace(texts=sound.reading.texts[:1]))
+
+
+def test_every_place_is_in_one_group_though_the_quarters_print_alike(sound):
+    places = 126
+    entropy = torch.linspace(0.25, 0.2501, places + 1)
+    text = WrittenText(torch.arange(places + 1), 0, {}, entropy, torch.zeros(0), torch.zeros(0))
+    forced = ForcedDrafts(torch.arange(places) % 2, torch.zeros(0))
+    evidence = evidence_of([text], [forced], sound.reading.exported, chr, DRAFT_TOKENS)
+    for groups in (evidence.by_context, evidence.by_token, evidence.by_entropy):
+        assert sum(group.places for group in groups) == places
+        assert sum(group.places * group.accepted for group in groups) == pytest.approx(places // 2)
