@@ -19,6 +19,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.draft.published import plain_tensors
 from eagle3.durable import flush, publish
 from eagle3.errors import UserError
+from eagle3.finite import require_finite
 from eagle3.parsing import read_json_object
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -201,16 +202,16 @@ def export_draft(
 
 def read_exported(folder: Path, weights_name: str = WEIGHTS) -> ExportedDraft:
     """Reads a draft that this project or another trainer exported (see `published`). Raises UserError if a file is
-    missing, damaged, or does not belong to an EAGLE3 draft.
+    missing, damaged, or does not belong to an EAGLE3 draft, or if a weight is not finite.
 
-    The tensors must match the digest that the export stored with them. Older exports, and drafts from elsewhere, have
-    no digest.
+    The tensors must match the digest that the export stored with them. Drafts from elsewhere have no digest.
     """
     config, path = read_draft_config(folder / CONFIG), folder / weights_name
     tensors = {}
     for file in _weight_files(path):
         tensors |= _read_weights(file)
     written = next((tensor for name, tensor in tensors.items() if name.rpartition(".")[2] == "d2t"), None)
+    require_finite(tensors, str(path), "train or export the draft again")
     tensors = plain_tensors(tensors, config, str(path))
     d2t, t2d = tensors.pop("d2t"), tensors.pop("t2d")
     return ExportedDraft(config, tensors, d2t, t2d, str(folder), tuple(_doubts(folder / CONFIG, written, d2t)))

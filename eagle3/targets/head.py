@@ -13,6 +13,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3.errors import UserError
+from eagle3.finite import require_finite
 from eagle3.targets.checkpoint import fetched, load_causal_lm, readable, weight_files, whole_config
 from eagle3.targets.logits import LogitTransform, TargetHead
 
@@ -65,7 +66,14 @@ def model_head(name: str, model: PreTrainedModel, required: bool) -> TargetHead:
     plain = _is_linear(head) and head.weight.is_floating_point() and head.weight.itemsize > 1
     if required and not plain:
         raise _unusable(name, head, quantised=False)
-    return TargetHead(embedding, head.weight.detach() if plain else None, _transform_of(model))
+    return _sound_head(name, embedding, head.weight.detach() if plain else None, model)
+
+
+def _sound_head(name: str, embedding: Tensor, head: Tensor | None, model: PreTrainedModel) -> TargetHead:
+    """The head of these matrices. Raises UserError if they are not finite."""
+    matrices = {"embedding": embedding} if head is None else {"embedding": embedding, "lm_head": head}
+    require_finite(matrices, f"target {name!r}", "download it again, or choose another target")
+    return TargetHead(embedding, head, _transform_of(model))
 
 
 def _transform_of(model: PreTrainedModel) -> LogitTransform:
@@ -143,10 +151,10 @@ def _read_head(stored: _Stored, config: PretrainedConfig, dtype: str | torch.dty
         embedding = head = embedding if head.tensor is None else head
     matrix = _read(stored, embedding, dtype)
     if head is None:
-        return TargetHead(matrix, None, _transform_of(model))
+        return _sound_head(stored.name, matrix, None, model)
     weight = matrix if head is embedding else _read(stored, head, dtype)
     # If both are stored although tied, transformers uses the separate head only if the two differ.
-    return TargetHead(matrix, matrix if tied and torch.equal(matrix, weight) else weight, _transform_of(model))
+    return _sound_head(stored.name, matrix, matrix if tied and torch.equal(matrix, weight) else weight, model)
 
 
 def _names_in_model(model: PreTrainedModel, tensors: Iterable[str]) -> dict[str, str]:

@@ -182,6 +182,7 @@ class TransformersTarget:
                 f"target {name!r}: {type(self.model).__name__} cannot run ({type(error).__name__}: {error!s:.200}); "
                 "fix its config.json, or choose another target"
             ) from error
+        _finite(TeacherSummary(logits.argmax(-1), logits.logsumexp(-1)))
         last, remedy = outputs[0].last_hidden_state[0], "choose another target"
         if self.draft_ids is None:
             expected = self.head.transform.apply(last.float() @ self.head.head.float().T)
@@ -224,5 +225,8 @@ def load_target(
 
 def _finite(summary: TeacherSummary) -> TeacherSummary:
     if not summary.logsumexp.isfinite().all():
-        raise UserError("target: its logits are not finite; set model.target_dtype to bfloat16 or float32")
+        raise UserError(
+            "target: its logits are not finite (damaged weights, or values beyond float16); set model.target_dtype to "
+            "bfloat16 or float32, or download the target again"
+        )
     return summary

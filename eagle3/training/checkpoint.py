@@ -20,6 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from eagle3.console import waiting
 from eagle3.durable import file_digest, flush, publish
 from eagle3.errors import SharedUserError, UserError, shown
+from eagle3.finite import is_finite
 from eagle3.parallel.topology import agreed
 from eagle3.patches import collect_failures
 from eagle3.training import safe_loading
@@ -250,6 +251,8 @@ def _require_fit(engine: DeepSpeedEngine) -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             if state[name].shape != weight.shape:
                 raise ValueError(f"{name}: {list(state[name].shape)} for {list(weight.shape)} weights")
+        if not all(map(is_finite, (weight, state["exp_avg"], state["exp_avg_sq"]))):
+            raise ValueError("weights or optimizer state that are not finite")
 
 
 @contextmanager

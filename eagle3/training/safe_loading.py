@@ -15,13 +15,11 @@ This runs DeepSpeed's conversion to a universal checkpoint under the same guard:
 
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -30,42 +28,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from eagle3.errors import UserError
 from eagle3.patches import FORCE, loads_restricted_to
 
-UINT32 = "u4"
-Readable = Callable[..., Any] | tuple[Callable[..., Any], str]
-
-
-class OldDtype:
-    """Stands in for numpy's dtype when reading checkpoints that store numpy's random state as an array."""
-
-    def __init__(self, code: str, *_: Any) -> None:
-        if code != UINT32:
-            raise pickle.UnpicklingError(f"an array of {code!r}")
-
-    def __setstate__(self, state: object) -> None:
-        """Ignores byte order and flags, which numpy itself would trust."""
-
-
-class OldArray(list[int]):
-    """Stands in for numpy's array in the same checkpoints, and keeps its numbers."""
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self[:] = np.frombuffer(state[-1], f"<{UINT32}").tolist()
-
-
-def _old_array(*_: Any) -> OldArray:
-    """Stands in for the function that creates numpy's array before it is filled."""
-    return OldArray()
-
-
-READABLE: list[Readable] = [
-    LossScaler,
-    ZeroStageEnum,
-    fragment_address,
-    (OldDtype, "numpy.dtype"),
-    (OldArray, "numpy.ndarray"),
-    (_old_array, "numpy.core.multiarray._reconstruct"),
-    (_old_array, "numpy._core.multiarray._reconstruct"),
-]
+READABLE = [LossScaler, ZeroStageEnum, fragment_address]  # classes that DeepSpeed's files need
 
 
 @contextmanager

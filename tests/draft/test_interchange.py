@@ -411,6 +411,13 @@ def test_a_flipped_bit_of_any_tensor_is_noticed_and_a_draft_without_a_digest_is_
         header["__metadata__"]["sha256_of_tensors"] = "anything"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_is_refused_by_its_name_whoever_exported_it(exported, value):
+    _rewrite(exported, lambda tensors: tensors["midlayer.mlp.up_proj.weight"][1].fill_(value))  # without a digest
+    message = _refusal(read_exported, exported)
+    assert message.startswith(f"{exported / 'model.safetensors'}: midlayer.mlp.up_proj.weight ")
+
+
 def test_a_renamed_or_reshaped_tensor_is_noticed(exported):
     path = exported / "model.safetensors"
     with safe_open(path, "pt") as file:

@@ -199,6 +199,22 @@ def test_a_checkpoint_that_lacks_a_matrix_is_refused(family, tensor, required, t
         load_target_head(tmp_path, required=required)
 
 
+@pytest.mark.parametrize(("tensor", "name"), [(HEAD, "lm_head"), (EMBEDDING, "embedding")])
+def test_a_matrix_that_is_not_finite_is_refused_from_the_files_and_in_a_loaded_model(tensor, name, tmp_path):
+    save("llama", tmp_path)
+    rewrite(tmp_path, lambda weights: weights | {tensor: weights[tensor].index_fill(0, torch.tensor(99), torch.nan)})
+    for read in (load_target_head, of_whole_model):
+        with pytest.raises(UserError, match=f"{name} holds numbers that are not finite"):
+            read(tmp_path)
+
+
+def test_a_layer_that_is_not_finite_is_refused_before_anything_is_judged(tmp_path):
+    save("llama", tmp_path)
+    rewrite(tmp_path, lambda weights: weights | {"model.norm.weight": weights["model.norm.weight"] * torch.nan})
+    with pytest.raises(UserError, match="its logits are not finite"):
+        load_target(tmp_path, aux_layers=(0, 1, 2))
+
+
 def quantisations() -> dict[str, dict[str, torch.Tensor]]:
     """What quantised checkpoints store in place of a matrix."""
     return {
