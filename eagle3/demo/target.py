@@ -20,7 +20,8 @@ from eagle3.demo.training import TRAINED_BY, measure_language_model, train_langu
 from eagle3.durable import file_digest
 from eagle3.errors import UserError
 from eagle3.recipe.schema import Demo
-from eagle3.text.cache import DAMAGE, opens, replacing_folder, sealed, unsealed
+from eagle3.sealed import DAMAGE, read_sealed, sealed
+from eagle3.text.cache import opens, replacing_folder
 
 BATCH = 256  # questions answered together
 FORMAT = 2  # raise this if a change here makes a different model from the same arguments
@@ -88,7 +89,7 @@ def demo_target(
     damage = "is not there"
     if (folder / RECORD).is_file():
         try:
-            return _open(folder, report)
+            return _open(folder, folder.name)
         except DAMAGE as error:
             damage = f"is damaged ({error!s:.200})"
             if make:
@@ -100,9 +101,10 @@ def demo_target(
             "target's folder as model.target"
         )
     # If another process was faster, its model is just as good.
-    with replacing_folder(folder, partial(opens, _open)) as temporary:
-        _make(temporary, rows, held_out, demo, torch.device(device), report)
-    return _open(folder, report)._replace(cached=False)
+    with replacing_folder(folder, partial(opens, partial(_open, key=folder.name))) as temporary:
+        record = _make(temporary, rows, held_out, demo, torch.device(device), report)
+        (temporary / RECORD).write_text(json.dumps(sealed(record, folder.name), indent=1), encoding="utf-8")
+    return _open(folder, folder.name)._replace(cached=False)
 
 
 def _require_shape(demo: Demo) -> None:
@@ -127,19 +129,13 @@ def _require_shape(demo: Demo) -> None:
             raise UserError(f"model.demo{problem}")
 
 
-def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> DemoTarget:
-    """Open the demo target in `folder`, after checking all of it. Raises one of DAMAGE."""
-    record, has_digest = unsealed((folder / RECORD).read_text(encoding="utf-8"))
-    if has_digest != ("files" in record):
-        raise ValueError(f"{RECORD} does not fit its digest")
-    for name, digest in record.get("files", {}).items():
+def _open(folder: Path, key: str) -> DemoTarget:
+    """Open the demo target in `folder`, after checking all of it, and that it is the one of this key. Raises one of
+    DAMAGE."""
+    record = read_sealed(folder / RECORD, key)
+    for name, digest in record["files"].items():
         if file_digest(folder / name) != digest:
             raise ValueError(f"{name} does not fit its digest")
-    if not has_digest:
-        report(
-            f"{folder}: written before demo targets had digests: whether it is complete cannot be checked; delete it "
-            "to have it made again"
-        )
     return DemoTarget(folder, record["loss"], record["held_out_loss"], record["seconds"], cached=True)
 
 
@@ -164,7 +160,8 @@ def _make(
     demo: Demo,
     device: torch.device,
     report: Callable[[str], None],
-) -> None:
+) -> dict[str, Any]:
+    """Train the target and write its files. Returns the record of them."""
     start = time.monotonic()
     disable_progress_bar()  # the bar for saving the model garbles logs
     with waiting(report, "demo target: making a tokenizer"):
@@ -205,7 +202,7 @@ def _make(
         answers = greedy_answers(model, tokenizer, questions, demo.answer_tokens, report)
         text = "".join(json.dumps({"messages": messages}) + "\n" for messages in answers)
         (folder / name).write_text(text, encoding="utf-8")
-    record = {
+    return {
         "loss": loss,
         "held_out_loss": held_out_loss,
         "held_out_accuracy": accuracy,
@@ -213,7 +210,6 @@ def _make(
         "seconds": seconds,
         "files": {path.name: file_digest(path) for path in sorted(folder.iterdir())},
     }
-    (folder / RECORD).write_text(sealed(record), encoding="utf-8")
 
 
 def _spread(conversations: list[dict], count: int) -> list[dict]:

@@ -207,7 +207,7 @@ def _data(run: RunRecord) -> tuple[list[Table], list[str]]:
         "rows read": [rows.get("rows") for rows in read],
         "dropped": [sum(rows["dropped"].values()) if rows else None for rows in read],
         "truncated": [rows.get("truncated") for rows in read],
-        "empty answers": [rows.get("empty_answers") for rows in read],  # older runs did not count them
+        "empty answers": [rows.get("empty_answers") for rows in read],
     }
     rows = [(name, *map(_cell, row)) for name, row in counts.items()]
     vocabulary = run.started["vocabulary"]

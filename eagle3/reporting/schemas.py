@@ -171,8 +171,8 @@ class Prepared(BaseModel):
     rows: Count
     truncated: Count
     dropped: dict[str, Count]
-    kinds: dict[str, str] = {}  # reason -> its kind; older runs have none
-    empty_answers: Count | None = None  # None in older runs, which did not count them
+    kinds: dict[str, str] = {}  # reason -> its kind
+    empty_answers: Count
 
 
 class SourceUsed(BaseModel):

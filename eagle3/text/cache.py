@@ -1,10 +1,8 @@
 """Write safely below data.cache_dir: into a temporary folder, which is renamed once it is complete.
 
-Leftovers of killed processes are removed. Records carry a digest that reveals damage.
+Leftovers of killed processes are removed.
 """
 
-import hashlib
-import json
 import os
 import re
 import shutil
@@ -18,39 +16,18 @@ from typing import Any, BinaryIO
 
 from eagle3.durable import Lock, lock, writing
 from eagle3.errors import UserError
+from eagle3.sealed import DAMAGE
 
 LOCK = "owner.lock"  # holds the host's name
-# Temporary names of tokenised data, downloads and demo targets, including those of older versions, which had no locks.
-OURS = re.compile(r"\.([0-9a-f]{32}\.|.+-[0-9a-f]{16}\.jsonl\.|demo-target-[0-9a-f]{16}[-.])[a-z0-9_]{8}")
+# Temporary names of tokenised data, downloads and demo targets.
+OURS = re.compile(r"\.([0-9a-f]{32}|.+-[0-9a-f]{16}\.jsonl|demo-target-[0-9a-f]{16})\.[a-z0-9_]{8}")
 # Such a folder outlives its owner, so that the next process on that host can go on with what is in it.
 UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.[A-Za-z0-9_-]*\.unfinished")
 QUIET_SECONDS = 86_400.0
-# Exceptions that reading a damaged record, or a file that is not a record, may raise.
-DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class Unresumable(UserError):
     """An error after which what was written into a resumable folder is of no more use."""
-
-
-def sealed(record: dict[str, Any]) -> str:
-    """The record as JSON, with its own digest."""
-    return json.dumps({**record, "digest": _digest(record)}, indent=1)
-
-
-def unsealed(text: str) -> tuple[dict[str, Any], bool]:
-    """Parse a sealed record. Returns it, and whether it had a digest, which older versions did not write. Raises one of
-    DAMAGE."""
-    record = json.loads(text)
-    if "digest" not in record:
-        return record, False
-    if record.pop("digest") != _digest(record):
-        raise ValueError("its digest does not fit")
-    return record, True
-
-
-def _digest(record: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @contextmanager
@@ -139,11 +116,11 @@ def replacing_folder(
                 os.rename(replacement, folder)
                 break
             except OSError:  # there is an older one, or another process has just put one there
-                if not folder.exists():
+                if not os.path.lexists(folder):
                     raise
             if keep(folder):
                 break
-            previous = Path(tempfile.mkdtemp(dir=temporary))
+            previous = Path(tempfile.mkdtemp(dir=temporary)) / folder.name  # a link takes no folder's place
             with suppress(FileNotFoundError):  # another process was faster
                 os.rename(folder, previous)
                 if keep(previous):  # it appeared between the check and the rename: put it back
@@ -165,7 +142,7 @@ def remove_leftovers(folder: Path) -> None:
         ours, unfinished = OURS.fullmatch(leftover.name), UNFINISHED.fullmatch(leftover.name)
         with suppress(OSError):  # its owner is just finishing
             if (ours and _is_abandoned(leftover)) or (unfinished and _is_quiet(leftover)):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                shutil.rmtree(leftover)
 
 
 def _is_abandoned(leftover: Path) -> bool:
@@ -178,7 +155,7 @@ def _is_abandoned(leftover: Path) -> bool:
                 return False
             if host == socket.gethostname():
                 return True
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:  # killed before it had a lock
         pass
     return _is_quiet(leftover)
 

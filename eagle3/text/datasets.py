@@ -6,6 +6,7 @@ Only the rows that are needed are streamed, and a copy on disk ensures that they
 import difflib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ from typing import Any, TextIO
 import yaml
 from pydantic import TypeAdapter
 
-from eagle3.console import waiting
-from eagle3.durable import publish
-from eagle3.errors import UserError, shown
+from eagle3.console import Warned, waiting
+from eagle3.durable import file_digest, publish
+from eagle3.errors import UserError
 from eagle3.hub import require_hub
 from eagle3.parsing import parse_json
+from eagle3.sealed import DAMAGE, sealed, unsealed
 from eagle3.text.cache import beside
 from eagle3.text.rows import Malformed, Row, first_readable, plain_row
 
@@ -91,27 +93,33 @@ def downloaded_rows(
     """Yield (origin, result of `parse`) for the rows that the source's `convert` keeps, up to the `limit`-th readable
     one, or for all if `limit` is None.
 
-    Rows come from a copy in `folder` if an earlier call for the same number of rows, or for all rows, has written one.
-    Otherwise they are streamed, and a copy is published once all have arrived. Every process and run therefore sees the
-    dataset as it was when it was first read.
+    Rows come from a copy in `folder` if an earlier call for the same number of rows, or for all rows, has written one,
+    and it is intact. Otherwise they are streamed, and a copy is published once all have arrived. Every process and run
+    therefore sees the dataset as it was when it was first read.
 
     folder: None for no copy
-    report: gets a line when a copy is used
+    report: gets a line when a copy is used, and a warning if one is not intact
 
     Raises UserError if rows cannot be loaded or copied.
     """
-    copies = [source.copy(folder, count) for count in (limit, None)] if folder else []
-    if copy := next(filter(Path.is_file, copies), None):
-        report(f"{source.source}: read from {copy}; delete it to download the rows anew")
-        yield from first_readable(_copied(copy), parse, limit)
-    elif not copies:
+    copies = [source.copy(folder, count) for count in dict.fromkeys((limit, None))] if folder else []
+    for copy in filter(os.path.lexists, copies):
+        if _is_intact(copy):
+            report(f"{source.source}: read from {copy}; delete it to download the rows anew")
+            yield from first_readable(_copied(copy), parse, limit)
+            return
+        report(Warned(f"{source.source}: the copy {copy} is damaged, or not of these rows; downloading them again"))
+    if not copies:
         yield from first_readable(_converted(source, report), parse, limit)
-    else:
-        with beside(copies[0]) as temporary:
-            temporary_copy = temporary / copies[0].name
-            with temporary_copy.open("w", encoding="utf-8") as lines:
-                yield from first_readable(_written(_converted(source, report), lines), parse, limit)
-            publish(temporary_copy, copies[0])
+        return
+    with beside(copies[0]) as temporary:
+        temporary_copy = temporary / copies[0].name
+        with temporary_copy.open("w", encoding="utf-8") as lines:
+            yield from first_readable(_written(_converted(source, report), lines), parse, limit)
+        seal = sealed({"rows": file_digest(temporary_copy)}, copies[0].name)
+        with temporary_copy.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(seal) + "\n")
+        publish(temporary_copy, copies[0])
 
 
 def _written(rows: Iterable[tuple[str, Any]], lines: TextIO) -> Iterator[tuple[str, Any]]:
@@ -120,17 +128,26 @@ def _written(rows: Iterable[tuple[str, Any]], lines: TextIO) -> Iterator[tuple[s
         yield origin, row
 
 
-def _copied(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                origin, row, *flaw = parse_json(line)
-                row = Malformed(*flaw) if flaw else row
-            except (ValueError, TypeError) as error:
-                raise UserError(
-                    f"{path}:{number}: damaged ({shown(line)}); delete it to download the rows anew"
-                ) from error
-            yield origin, row
+def _is_intact(copy: Path) -> bool:
+    """Whether a copy has the rows that were written under its name: its last line is a sealed record of the others."""
+    digest, last = hashlib.sha256(), b""
+    try:
+        with copy.open("rb") as lines:
+            for line in lines:
+                digest.update(last)
+                last = line
+        return unsealed(parse_json(last), copy.name)["rows"] == digest.hexdigest()
+    except DAMAGE:
+        return False
+
+
+def _copied(copy: Path) -> Iterator[tuple[str, Any]]:
+    """The rows of an intact copy."""
+    with copy.open(encoding="utf-8") as lines:
+        for content in map(parse_json, lines):
+            if isinstance(content, list):  # not the record at the end
+                origin, row, *flaw = content
+                yield origin, Malformed(*flaw) if flaw else row
 
 
 def _line(origin: str, row: dict | Malformed) -> str:

@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from eagle3.console import GREEN, PLAIN, Progress, Warned, counted
 from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.text.cache import DAMAGE, Unresumable, opens, remove_unfinished, replacing_folder, sealed, unsealed
+from eagle3.sealed import DAMAGE, read_sealed, sealed
+from eagle3.text.cache import Unresumable, opens, remove_unfinished, replacing_folder
 from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, iterate_conversations
 from eagle3.text.encode import (
@@ -57,11 +58,11 @@ class Summary:
     tokens: int
     supervised: int
     dropped: dict[str, int] = field(default_factory=dict)  # number of dropped rows, by reason
-    # "malformed" or the Problem's kind, by reason; empty in older caches.
+    # "malformed" or the Problem's kind, by reason.
     kinds: dict[str, str] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)  # origin of the first row dropped, by reason
-    # Answers of the kept samples with nothing but special tokens and white space to supervise; None in older caches.
-    empty_answers: int | None = None
+    # Answers of the kept samples with nothing but special tokens and white space to supervise.
+    empty_answers: int = 0
     cached: bool = False  # taken from the cache
 
     @classmethod
@@ -84,15 +85,12 @@ class Summary:
 
     def __add__(self, other: "Summary") -> "Summary":
         """The summary of both together; the other's rows come later."""
-        counts = ("rows", "kept", "truncated", "tokens", "supervised")
+        counts = ("rows", "kept", "truncated", "tokens", "supervised", "empty_answers")
         return Summary(
             **{name: getattr(self, name) + getattr(other, name) for name in counts},
             dropped=dict(Counter(self.dropped) + Counter(other.dropped)),
             kinds=other.kinds | self.kinds,
             examples=other.examples | self.examples,
-            empty_answers=None
-            if None in (self.empty_answers, other.empty_answers)
-            else self.empty_answers + other.empty_answers,
             cached=self.cached and other.cached,
         )
 
@@ -156,15 +154,16 @@ def prepare_samples(
     for _ in contents.of(read(malformed=malformed, report=report)):
         pass
     folder = cache / "tokenized" / contents.key
-    if os.path.exists(folder):
+    if os.path.lexists(folder):
         try:
-            prepared = _open(folder, report)
+            prepared = _open(folder, contents.key, report)
             remove_unfinished(folder)
             return Prepared(prepared.samples, prepared.summary.with_malformed(malformed))
         except DamagedSamples as damage:
             report(Warned(f"the tokenised data is damaged ({damage.where}: {damage.flaw}); rebuilding it"))
     _tell_unshown(contents, encoder, report)
-    with replacing_folder(folder, partial(opens, _open), resumable=True) as unfinished:
+    keep = partial(opens, partial(_open, key=contents.key))
+    with replacing_folder(folder, keep, resumable=True) as unfinished:
         again = Contents(rules)
         rows = again.of(read(malformed=MalformedRows(True, malformed.setting)))
         summary = _write(unfinished, rows, contents, encoder, workers, report)
@@ -176,10 +175,12 @@ def prepare_samples(
                 f"{', '.join(sources)}: no usable sample among {summary.rows} ({count}: {reason}); give other data"
             )
         record = {**asdict(summary), "samples": SampleSet.open(unfinished).checksum}
-        (unfinished / SUMMARY).write_text(sealed(record), encoding="utf-8")
+        (unfinished / SUMMARY).write_text(json.dumps(sealed(record, contents.key), indent=1), encoding="utf-8")
     (folder / PROGRESS).unlink(missing_ok=True)
     remove_unfinished(folder)
-    return Prepared(_open(folder, report).samples, replace(summary.with_malformed(malformed), cached=False))
+    return Prepared(
+        _open(folder, contents.key, report).samples, replace(summary.with_malformed(malformed), cached=False)
+    )
 
 
 class Contents:
@@ -223,7 +224,7 @@ def _write(
 ) -> Summary:
     """Encode the rows into `folder`, after what an earlier process has written there. Raises UserError for a problem
     whose policy is not "drop"."""
-    summary = earlier = _progress(folder, report)
+    summary = earlier = _progress(folder, contents.key, report)
     if earlier.rows:
         report(f"going on after {counted(earlier.rows, 'conversation')} that an earlier run has tokenised")
     progress = Progress(report, "tokenising", contents.rows, "conversations")
@@ -241,7 +242,7 @@ def _write(
                 writer.add(samples)
                 if time.monotonic() - saved >= SAVE_SECONDS:
                     writer.flush()
-                    write_text(folder / PROGRESS, sealed(asdict(summary)))
+                    write_text(folder / PROGRESS, json.dumps(sealed(asdict(summary), contents.key)))
                     saved = time.monotonic()
             progress.at(summary.rows, free=earlier.rows)
     if fatal:
@@ -257,12 +258,11 @@ def _without_os_errors(parts: Iterator[EncodedChunk]) -> Iterator[EncodedChunk]:
         raise UserError(f"data: cannot be read and tokenised ({error}); fix that, and start again") from error
 
 
-def _progress(folder: Path, report: Callable[[str], None]) -> Summary:
+def _progress(folder: Path, key: str, report: Callable[[str], None]) -> Summary:
     """What an earlier process has written into `folder`; nothing if there is none, or it is damaged."""
-    nothing = summary = Summary(rows=0, kept=0, truncated=0, tokens=0, supervised=0, empty_answers=0)
+    nothing = summary = Summary(rows=0, kept=0, truncated=0, tokens=0, supervised=0)
     with suppress(*DAMAGE):
-        record, has_digest = unsealed((folder / PROGRESS).read_text(encoding="utf-8"))
-        summary = Summary(**record) if has_digest else nothing
+        summary = Summary(**read_sealed(folder / PROGRESS, key))
     if summary.kept:
         try:
             with SampleWriter(folder, summary.kept, summary.tokens):  # cuts off what was written after that
@@ -347,25 +347,19 @@ def _tell_unshown(contents: Contents, encoder: SampleEncoder, report: Callable[[
         )
 
 
-def _open(folder: Path, report: Callable[[str], None] = lambda line: None) -> Prepared:
-    """Open the set in `folder`, after checking all of it. Raises DamagedSamples."""
+def _open(folder: Path, key: str, report: Callable[[str], None] = lambda line: None) -> Prepared:
+    """Open the set in `folder`, after checking all of it, and that it is the one of this key. Raises
+    DamagedSamples."""
     try:
-        record, has_digest = unsealed((folder / SUMMARY).read_text(encoding="utf-8"))
-        checksum = record.pop("samples") if has_digest else None
+        record = read_sealed(folder / SUMMARY, key)
+        checksum = record.pop("samples")
         summary = Summary(**record)
     except DAMAGE as error:
         raise DamagedSamples(folder / SUMMARY, f"{error!s:.200}") from error
     samples = SampleSet.open(folder)
-    if (len(samples), len(samples.ids)) != (summary.kept, summary.tokens):
-        raise DamagedSamples(folder, f"{len(samples)} samples where its summary has {summary.kept}")
-    if checksum not in (None, samples.checksum):
+    if checksum != samples.checksum:
         raise DamagedSamples(folder, "its offsets or digests do not fit the checksum in its summary")
     _check(samples, report)
-    if checksum is None:
-        report(
-            f"{folder}: written before summaries had checksums: each sample matches its digest, but whether the "
-            "counts of conversations are right cannot be checked; delete it to have it rebuilt"
-        )
     return Prepared(samples, replace(summary, cached=True))
 
 

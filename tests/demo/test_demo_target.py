@@ -9,6 +9,7 @@ from jobs import inputs_of
 from places import RECIPES
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from eagle3.console import Warned
 from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, RECORD, byte_level_tokenizer, demo_target
 from eagle3.demo.training import Muon, batches, rate, train_language_model
 from eagle3.errors import UserError
@@ -85,15 +86,15 @@ def test_a_flipped_bit_in_a_cached_target_is_found_and_the_target_made_anew(tmp_
     assert name == RECORD or path.read_bytes() == whole  # its seconds differ
 
 
-def test_a_cached_target_from_before_digests_is_taken_with_one_line(tmp_path):
-    demo, lines = _demo(tmp_path), []
-    record = json.loads((demo.folder / RECORD).read_text())
-    (demo.folder / RECORD).write_text(
-        json.dumps({name: record[name] for name in record if name not in ("files", "digest")})
-    )
-    assert _demo(tmp_path, lines.append, make=False) == demo._replace(cached=True)
-    (line,) = lines
-    assert line.startswith(f"{demo.folder}: written before demo targets had digests")
+def test_another_target_under_this_ones_name_is_found_and_the_target_made_anew(tmp_path):
+    own, other, lines = _demo(tmp_path).folder, _demo(tmp_path, seed=1).folder, []
+    own.rename(tmp_path / "away")
+    own.symlink_to(other)
+    with pytest.raises(UserError, match="is damaged"):
+        _demo(tmp_path, make=False)
+    assert not _demo(tmp_path, lines.append).cached and isinstance(lines[0], Warned)
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (own, tmp_path / "away", other)]
+    assert weights[0] == weights[1] != weights[2]
 
 
 def test_who_wants_the_target_of_an_earlier_run_gets_no_new_one(tmp_path):

@@ -1,9 +1,9 @@
 """What the tokenised cache survives: damage, full and read-only disks, killed and simultaneous writers."""
 
-import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -15,6 +15,7 @@ import pytest
 import torch
 from prepare_cases import OPTIONS, byte_tokenizer, packed, prepare, prepared, write_set
 
+from eagle3.console import Warned
 from eagle3.errors import UserError
 from eagle3.states.store.shard import taught_rows
 from eagle3.text.cache import LOCK, replacing_folder
@@ -173,20 +174,34 @@ def test_damage_after_the_opening_is_refused_by_whoever_reads_it(tmp_path, token
     assert contents(built) == expected and not summary.cached
 
 
-def test_a_cache_without_checksums_is_read_with_a_line_and_what_can_be_checked_is(tmp_path, tokenizer):
+def exchange(one: Path, other: Path) -> None:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+TAKEN_FOR_ANOTHER = {
+    "renamed": lambda own, other: (own.rename(own.with_name("away")), other.rename(own)),
+    "exchanged": exchange,
+    "a link": lambda own, other: (own.rename(own.with_name("away")), own.symlink_to(other)),
+    "a link to nothing": lambda own, other: (own.rename(own.with_name("away")), own.symlink_to("nothing")),
+    "its record alone": lambda own, other: shutil.copy(other / "summary.json", own / "summary.json"),
+}
+
+
+@pytest.mark.parametrize("manner", TAKEN_FOR_ANOTHER)
+def test_a_set_that_stands_under_another_sets_key_is_built_anew_with_a_line(tmp_path, tokenizer, manner):
     expected = contents(prepared(tmp_path, tokenizer, *ANSWERS).samples)
-    path = cached(tmp_path, "summary.json")
-    summary = {name: value for name, value in json.loads(path.read_text()).items() if name not in ("samples", "digest")}
-    path.write_text(json.dumps(summary, indent=1))
+    own = cached(tmp_path)
+    prepared(tmp_path, tokenizer, "five", "six", "seven")
+    [other] = {*own.parent.iterdir()} - {own}
+    TAKEN_FOR_ANOTHER[manner](own, other)
     lines: list[str] = []
     samples, summary = prepared(tmp_path, tokenizer, *ANSWERS, report=lines.append)
-    assert contents(samples) == expected and summary.cached
-    assert len([line for line in lines if "cannot be checked; delete it" in line]) == 1
-    for name in FILES[:4]:
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"cached": False}))
-        flip(cached(tmp_path, name), 140, 4)
-        samples, summary = prepared(tmp_path, tokenizer, *ANSWERS)
-        assert contents(samples) == expected and not summary.cached
+    assert contents(samples) == expected and not summary.cached
+    assert len([line for line in lines if isinstance(line, Warned)]) == 1
+    assert own.is_dir() and not own.is_symlink() and prepared(tmp_path, tokenizer, *ANSWERS).summary.cached
 
 
 def test_a_set_that_is_open_stays_readable_while_another_takes_its_place(tmp_path, tokenizer):
@@ -319,15 +334,14 @@ def test_what_killed_writers_left_is_removed_and_what_is_being_written_is_not(tm
 
 
 def test_where_no_lock_tells_who_is_dead_a_day_without_a_change_does(tmp_path):
-    """For folders of earlier versions, and for file systems where locks do not reach other hosts."""
+    """For owners killed before they had a lock, and for file systems where locks do not reach other hosts."""
     key = f"{1:032x}"
     unlocked, elsewhere, download = tmp_path / f".{key}.abcdefgh", tmp_path / f".{key}.0_cdefgh", tmp_path
     download /= ".owner-name-0123456789abcdef.jsonl.01234567"
     theirs = tmp_path / ".config.abcdefgh"
-    for folder in (unlocked, elsewhere, theirs):
+    for folder in (unlocked, elsewhere, download, theirs):
         (folder / "new").mkdir(parents=True)
     (elsewhere / LOCK).write_text("another host")
-    download.write_text("half")
     everything = [unlocked, elsewhere, download, theirs]
     for hours, remaining in ((23, everything), (25, [theirs])):
         for path in [below for left in everything for below in (left, *left.rglob("*"))]:

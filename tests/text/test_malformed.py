@@ -23,7 +23,6 @@ from eagle3.parallel.topology import agreed
 from eagle3.parsing import array_elements
 from eagle3.recipe.loading import load_recipe
 from eagle3.text import rows
-from eagle3.text.cache import sealed
 from eagle3.text.conversations import read_conversations
 from eagle3.text.rows import MalformedRows
 from eagle3.text.template import Choices
@@ -273,18 +272,6 @@ def test_answers_without_text_are_counted_as_far_as_they_are_supervised(tmp_path
     assert counted(rendered, choices=Choices(text="rendered")) == 1
     assert counted(rendered) == 0  # plain text has no answers
     assert counted(chats, too_long="truncate", max_length=20) == 3  # the fifth conversation's is cut off
-
-
-def test_a_cache_from_before_says_nothing_of_empty_answers(tmp_path):
-    tokenizer, options = byte_tokenizer(), {**OPTIONS, "cache_dir": tmp_path / "cache"}
-    sources = write(tmp_path / "a.jsonl", {"messages": chat("", "one")})
-    prepare(sources, tokenizer, **options)
-    [path] = (tmp_path / "cache").rglob("summary.json")
-    body = json.loads(path.read_text())
-    del body["digest"], body["empty_answers"]
-    path.write_text(sealed(body))
-    summary = prepare(sources, tokenizer, **options).summary
-    assert summary.cached and summary.empty_answers is None
 
 
 def test_a_recipe_hears_of_both(tmp_path, topology):
