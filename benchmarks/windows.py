@@ -91,7 +91,7 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
             writer.add(sample.id, ids, mask, random_states(tokens, draft.target_hidden_size))
         stored = sum(path.stat().st_size for path in Path(folder).iterdir())
         provenance = {**PROVENANCE, "codec": "none", "dtype": "bfloat16", **chosen}
-        store = HiddenStateStore.open(folder, provenance, report=_nothing)
+        store = HiddenStateStore.open(folder, provenance)
         best: dict[str, float] = {}
         for _ in range(rounds):
             clock = Clock(best)

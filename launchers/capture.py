@@ -36,11 +36,6 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="check recipe, files and folders, and stop")
     parser.add_argument(
-        "--bind",
-        action="store_true",
-        help="with --verify: if nothing is wrong, mark shards of older versions as this store's",
-    )
-    parser.add_argument(
         "--quiet", action="store_true", help="print only the outcome, what is wrong with the store, and warnings"
     )
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -111,9 +106,7 @@ def work(
     samples = wanted_samples(map(spans.fixed, sets) if spans else sets)
     if options.verify or options.repair:
         watchdog.at("checking the store")
-        whole = agreed(
-            (lambda: verify(job, samples, console, options.repair, options.bind)) if topology.is_first else None
-        )
+        whole = agreed((lambda: verify(job, samples, console, options.repair)) if topology.is_first else None)
         if options.verify:
             return 1 if topology.is_first and not whole else 0
     fill(job, samples, Part(*part), topology, console, watchdog)
@@ -125,8 +118,6 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
     if options.part is not None and (options.verify or options.print_server):
         reason = "--verify checks the whole store" if options.verify else "--print-server captures nothing"
         raise SharedUserError(f"--part: {options.part}, but {reason}; leave it out")
-    if options.bind and not options.verify:
-        raise SharedUserError("--bind: marks shards only once the whole store is verified; add --verify")
     hidden, path = recipe.hidden_states, recipe.hidden_states.path
     if path is None and not options.print_server:
         raise SharedUserError(f"{options.recipe}: hidden_states.path is not set; name the folder of the store")
@@ -142,7 +133,7 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
     here = captures and not options.check  # after --check, the capture may run on other machines
     if recipe.target.backend == "sglang" and here and not recipe.target.servers:
         require_sglang("let transformers run the target: target.backend=transformers", recipe.target.allow_untested)
-    if is_url(path or "") and (options.bind or not options.verify):
+    if is_url(path or "") and not options.verify:
         raise SharedUserError(
             f"hidden_states.path: {path}: a store is written to a folder; name one, and copy it to the URL once it is "
             "whole"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from eagle3.attention.block import BlockKernels
 from eagle3.attention.cuda import flash_in_use
-from eagle3.console import Console, Progress, Say, counted, waiting
+from eagle3.console import Console, Progress, Say, waiting
 from eagle3.durable import writing
 from eagle3.jobs.job import Job, start_target
 from eagle3.jobs.prospect import store_encoding
@@ -28,8 +28,8 @@ from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import Wanted, capture, capture_arriving, prefill_batches, require_disk
 from eagle3.states.rows import Rows
-from eagle3.states.store.check import bind_shards, check_store, remove_flawed
-from eagle3.states.store.folder import MANIFEST, unbound_notice
+from eagle3.states.store.check import check_store, remove_flawed
+from eagle3.states.store.folder import MANIFEST
 from eagle3.states.store.writer import Part, StoreWriter
 from eagle3.targets.long_prefill import ChooseKernels, LongPrefill, require_one_rank
 from eagle3.training.watched import watched
@@ -39,15 +39,11 @@ PATIENCE = datetime.timedelta(days=7)
 MOST_LINES = 20
 
 
-def verify(job: Job, samples: dict[str, Wanted], console: Console, repair: bool, bind: bool) -> bool:
-    """Report everything that is wrong with the store. Returns whether it is whole.
-
-    repair: delete whatever is wrong
-    bind: if nothing is wrong, bind shards from older versions to the store
-    """
+def verify(job: Job, samples: dict[str, Wanted], console: Console, repair: bool) -> bool:
+    """Report everything that is wrong with the store. Returns whether it is whole. repair: delete whatever is
+    wrong."""
     path = job.recipe.hidden_states.path
     findings = check_store(path, store_provenance(job), samples, console)
-    whole, bound = not findings.problems, None
     for problem in findings.problems[:MOST_LINES]:
         console.result(str(problem))
     if len(findings.problems) > MOST_LINES:
@@ -59,18 +55,10 @@ def verify(job: Job, samples: dict[str, Wanted], console: Console, repair: bool,
     )
     if kinds["foreign"] and kinds["foreign"] == len(findings.indexes):
         console.result(f"{path}: all shards are foreign; if {MANIFEST} was replaced, restore it: --repair deletes them")
-    with writing(Path(path), "free space, and run the same again"):
-        if repair:
+    if repair:
+        with writing(Path(path), "free space, and run the same again"):
             remove_flawed(Path(path), findings.problems)
-        elif bind and whole:
-            bound = bind_shards(Path(path), findings)
-    if bound is not None:
-        console.result(f"{path}: {counted(bound, 'shard')} newly bound to {MANIFEST}")
-    elif not repair and (notice := unbound_notice(path, findings.indexes)):
-        console.result(notice)
-    if bind and not whole:
-        console.result(f"{path}: nothing was bound; run capture.py --repair first")
-    return whole
+    return not findings.problems
 
 
 def watched_capture(recipe: Recipe, topology: Topology) -> AbstractContextManager[Watchdog]:

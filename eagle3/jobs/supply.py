@@ -69,7 +69,7 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
     )
     if stored:
         with waiting(say, f"opening {recipe.hidden_states.path}"):
-            store, samples, spans = agreed(lambda: _open_store(job, samples, spans, say))
+            store, samples, spans = agreed(lambda: _open_store(job, samples, spans))
         if store.record.get("draft_vocabulary") != job.vocabulary.digest:
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
     if recipe_spans := spans_of(recipe):  # on the first rank only, because describing spans reads all samples
@@ -97,15 +97,13 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
             yield HiddenStateSupply(samples, spans, source, source.beside(1), head, None)
 
 
-def _open_store(
-    job: Job, samples: Split, spans: Spans | None, say: Say
-) -> tuple[HiddenStateStore, Split, Spans | None]:
+def _open_store(job: Job, samples: Split, spans: Spans | None) -> tuple[HiddenStateStore, Split, Spans | None]:
     """The store, and the samples and spans that it can serve (see `HiddenStateSupply`).
 
     Samples that were captured whole serve any spans, drawn anew in every epoch. Samples captured with spans serve only
     those.
     """
-    store = HiddenStateStore.open(job.recipe.hidden_states.path, store_provenance(job), report=say)
+    store = HiddenStateStore.open(job.recipe.hidden_states.path, store_provenance(job))
     captured, original, detail = store.record.get("spans"), spans, ""
     missing = _missing(store, samples)
     if missing and spans is not None:

@@ -11,6 +11,7 @@ from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.hub import require_target_folder
 from eagle3.parsing import parse_json
 from eagle3.recipe.schema import Model, Recipe
+from eagle3.recipe.section import paths_in
 from eagle3.states.store.files import LocalFiles, is_url, no_store
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.sglang.asking import server_info
@@ -18,29 +19,28 @@ from eagle3.text.conversations import dataset_of
 from eagle3.text.rows import KINDS
 from eagle3.text.template import check_variables, read_template
 
-FILES = ("model.draft.config", "model.draft.vocabulary", "data.chat_template")
+OUTPUTS = ("output.dir", "data.cache_dir")  # paths that a run writes
 # Every checkpoint with a tokenizer has one of these.
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
 # Includes pickled weights, which are refused later, when they are read.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
 
 
+def files_of(recipe: Recipe) -> dict[str, Path]:
+    """The files and folders that the recipe reads and names by a path, by key."""
+    return {key: path for key, path in paths_in(recipe) if key not in OUTPUTS}
+
+
 def inputs_of(recipe: Recipe) -> dict[str, str]:
     """Everything that the recipe reads and that may be a local path, by key."""
-    draft, data = recipe.model.draft, recipe.data
-    paths = {
-        "model.target": recipe.model.target,
-        "model.draft.config": draft.config,
-        "model.draft.init_from": draft.init_from,
-        "model.draft.vocabulary": draft.vocabulary,
-        "data.chat_template": data.chat_template,
-    }
+    data = recipe.data
+    paths = {"model.target": recipe.model.target, **files_of(recipe)}
     for key, sources in (("data.train", data.train_paths), ("data.held_out", data.held_out or [])):
         paths |= {f"{key}[{number}]": source for number, source in enumerate(sources)}
     store = recipe.hidden_states
     if store.mode == "stored" and not is_url(store.path):  # a store at a URL is not local
         paths["hidden_states.path"] = store.path
-    return {key: str(path) for key, path in paths.items() if path is not None}
+    return {key: str(path) for key, path in paths.items()}
 
 
 def require_inputs(recipe: Recipe) -> None:
@@ -51,10 +51,11 @@ def require_inputs(recipe: Recipe) -> None:
     for key, name in inputs_of(recipe).items():
         if key.startswith(("data.train", "data.held_out")) and not name.startswith("demo_answers"):
             dataset_of(name)
-        elif key in FILES and not Path(name).is_file():
-            raise SharedUserError(f"{key}: {name}: no such file; fix the path")
-        elif key == "model.draft.init_from" and not Path(name).is_dir():
-            raise SharedUserError(f"{key}: {name}: no such folder; name the export of a run")
+    for key, path in files_of(recipe).items():
+        if key == "model.draft.init_from" and not path.is_dir():
+            raise SharedUserError(f"{key}: {path}: no such folder; name the export of a run")
+        if key != "model.draft.init_from" and not path.is_file():
+            raise SharedUserError(f"{key}: {path}: no such file; fix the path")
     draft, data = recipe.model.draft, recipe.data
     if draft.config:
         read_draft_config(draft.config)

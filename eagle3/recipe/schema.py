@@ -442,8 +442,6 @@ class Recipe(Section):
     def _with_a_run_folder(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        # Older recipes, and run folders made from them, have a section of notes called `about`.
-        values = {name: section for name, section in values.items() if name != "about"}
         match {"output": None} | values:
             case {"model": {"target": str(target)}, "output": dict() | None as output}:
                 values["output"] = {"dir": f"runs/{Path(target).name.lower()}", **(output or {})}

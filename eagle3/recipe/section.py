@@ -1,6 +1,7 @@
 """The base class of a recipe's sections, and the types of their values."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -47,3 +48,16 @@ class Section(BaseModel):
                     "on, off, yes and no are these, unless quoted)"
                 )
         return values
+
+
+def paths_in(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
+    """Every path in a recipe, a section or a value, with its key. This is the rule for what a recipe names: a key whose
+    type is a path needs no other mention."""
+    if isinstance(value, Path):
+        yield key, value
+    elif isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from paths_in(getattr(value, name), f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple | dict):
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from paths_in(each, f"{key}[{name}]")

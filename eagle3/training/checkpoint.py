@@ -45,8 +45,7 @@ class Checkpoints:
     ranks can be loaded; they are converted first. With any other engine, loading raises UserError unless the
     checkpoint's numbers are the engine's own.
 
-    run: identity of the run. A checkpoint that names a different run is never loaded. One that predates run identities
-        names none, and is loaded with a warning.
+    run: identity of the run. A checkpoint of a different run is never loaded.
     say: called with a line if something takes long.
     """
 
@@ -164,13 +163,7 @@ class Checkpoints:
             manifest = Manifest.read(path)
             if manifest is None:
                 return Problem(DAMAGED, f"{MANIFEST} is missing or damaged")
-            problem = manifest.problem(path, self.run)
-        if problem is None and manifest.run is None:
-            self.warn(
-                f"{path}: written before checkpoints named their run, so nothing could check that it is from this one "
-                f"({self.run}); it is loaded"
-            )
-        return problem
+            return manifest.problem(path, self.run)
 
     def _load(self, engine: DeepSpeedEngine, path: Path) -> Resumed:
         agreed((lambda: require_plain(path)) if dist.get_rank() == 0 else None)

@@ -35,8 +35,7 @@ def _inside(name: str) -> str:
 class Manifest(BaseModel, strict=True):
     """The list of a checkpoint's files and their digests."""
 
-    # identity of the run that wrote the checkpoint; None if it predates run identities
-    run: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")] | None
+    run: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]  # identity of the run that wrote the checkpoint
     # file name -> SHA-256
     files: dict[Annotated[str, AfterValidator(_inside)], Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]]
 
@@ -50,16 +49,14 @@ class Manifest(BaseModel, strict=True):
         if not (checkpoint / MANIFEST).is_file():
             return None
         try:
-            content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-            names_run = "files" in content
-            manifest = cls.model_validate(content if names_run else {"run": None, "files": content})
-        except (OSError, ValueError, TypeError, RecursionError):
+            manifest = cls.model_validate(json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8")))
+        except (OSError, ValueError, RecursionError):
             return None
-        return manifest if bool(manifest.run) == names_run and _complete(manifest.files) else None
+        return manifest if _complete(manifest.files) else None
 
     def problem(self, checkpoint: Path, run: str) -> Problem | None:
         """Why `run` must not load the checkpoint, or None."""
-        if self.run not in (None, run):
+        if self.run != run:
             return Problem(FOREIGN, f"written by run {self.run}, this is run {run}")
         try:
             for name, expected in self.files.items():

@@ -24,7 +24,7 @@ from eagle3.training.manifest import Manifest
 # Keys that may change when a run is resumed. They affect what is reported or kept, or which rank computes what. Only
 # training.skip_above_norm can change the result.
 FREE_ON_RESUME = (
-    *("about", "tracking", "output", "parallelism", "memory", "data.workers", "data.cache_dir"),
+    *("tracking", "output", "parallelism", "memory", "data.workers", "data.cache_dir"),
     *("evaluation.conversations", "evaluation.draft_tokens", "evaluation.new_tokens"),
     *("target.servers", "target.spool", "target.spool_gib", "target.in_flight"),
     *("training.accumulation", "training.hang_minutes", "training.keep_checkpoints", "training.most_skipped"),
@@ -89,22 +89,17 @@ class RunFolder:
 
     def identify(self, continues: bool) -> str:
         """The identity of the run that is about to begin or continue; the run's checkpoints will carry it. A run that
-        continues has its identity in its folder. A new run gets a new identity, and so does one that began before there
-        were identities. Raises UserError if the file with the identity is damaged or lost."""
+        continues has its identity in its folder. A new run gets a new identity. Raises UserError if the file with the
+        identity is damaged or lost."""
         if not continues:
             return token_hex(16)
-        if not self.identity.exists():
-            written = {manifest.run for path in self._steps() if (manifest := Manifest.read(path))}
-            if written <= {None}:
-                return token_hex(16)
-            raise UserError(
-                f"{self.identity}: is missing; write into it what manifest.json of this run's checkpoints has as run "
-                f"({', '.join(sorted(filter(None, written)))})"
-            )
         known = self.identity.read_bytes().decode("ascii", "replace").strip() if self.identity.is_file() else ""
         if not re.fullmatch("[0-9a-f]{32}", known):
+            written = {manifest.run for path in self._steps() if (manifest := Manifest.read(path))}
             raise UserError(
-                f"{self.identity}: damaged; write into it what manifest.json of this run's checkpoints has as run"
+                f"{self.identity}: {'damaged' if self.identity.exists() else 'is missing'}; write into it what "
+                "manifest.json of this run's checkpoints has as run "
+                f"({', '.join(sorted(written)) or 'none is intact: start afresh without --resume'})"
             )
         return known
 
@@ -221,8 +216,8 @@ class RunFolder:
         for key, now in inputs.items():
             if before.get(key) != now:
                 raise UserError(
-                    f"{self.inputs}: {key} was {before.get(key)} when the run began, now it is {now}; restore what the "
-                    "run began with, or start afresh without --resume"
+                    f"{self.inputs}: {key} had the digest {before.get(key)} when the run began, now {now}; restore "
+                    "what the run began with, or start afresh without --resume"
                 )
 
     @property

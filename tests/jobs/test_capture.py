@@ -6,7 +6,6 @@ import re
 import signal
 import sys
 import time
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from jobs import job_of
-from store_cases import HIDDEN, PROVENANCE, sample, unbind_all
+from store_cases import HIDDEN, PROVENANCE, sample
 from tiny_run import deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3.console import Console
@@ -96,9 +95,7 @@ def test_a_capture_split_killed_damaged_and_repaired_ends_complete_without_dupli
     assert checked(recipe, store, topology).problems == []
 
 
-def test_a_verify_says_what_is_not_bound_and_binds_it_where_asked_and_nothing_is_wrong(
-    tmp_path, recipe, topology, capsys
-):
+def test_a_store_whose_description_was_replaced_is_not_repaired_but_named(tmp_path, recipe, topology):
     loaded = load_recipe(recipe, [f"hidden_states.path={tmp_path}"])
     job = job_of(loaded, topology)
     samples = wanted_samples((job.train, job.held_out))
@@ -106,30 +103,12 @@ def test_a_verify_says_what_is_not_bound_and_binds_it_where_asked_and_nothing_is
     with StoreWriter(tmp_path, provenance(job), encoding, shard_tokens=500) as writer:
         for name, one in samples.items():
             writer.add(name, one.load().ids, one.load().loss_mask, sample(1, tokens=one.tokens)[3])
-    verified = partial(verify, job, samples, Console(True))
-    assert verified(repair=False, bind=False) and "not say" not in capsys.readouterr().out
-    shards = sorted(tmp_path.glob("*.safetensors"))
-    unbind_all(tmp_path)
-    for _ in range(2):
-        assert verified(repair=False, bind=False)
-        assert f"{len(shards)} of {len(shards)} shards do not say" in capsys.readouterr().out
-    lost = shards[0].rename(tmp_path / "lost")
-    assert not verified(repair=False, bind=True) and "nothing was bound" in capsys.readouterr().out
-    lost.rename(shards[0])
-    obstacle = tmp_path / f"{shards[-1].stem}.json.partial"
-    obstacle.mkdir()
-    with pytest.raises(UserError, match="cannot be written .*; .*run the same again"):
-        verified(repair=False, bind=True)
-    obstacle.rmdir()
-    unbind_all(tmp_path)
-    assert verified(repair=False, bind=True)
-    assert f"{len(shards)} shards newly bound to store.json" in capsys.readouterr().out
-    assert verified(repair=False, bind=True) and ": 0 shards newly bound" in capsys.readouterr().out
+    assert verify(job, samples, Console(True), repair=False)
     described = json.loads((tmp_path / "store.json").read_text())
     described["provenance"]["target"] = "another"
     (tmp_path / "store.json").write_text(json.dumps(described))
     with pytest.raises(UserError, match="store.json: says target='another'.*restore the store.json"):
-        verified(repair=True, bind=False)
+        verify(job, samples, Console(True), repair=True)
 
 
 def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever_was_killed(tmp_path, recipe):

@@ -1,13 +1,19 @@
 """The recipe: keys that are left out, values in odd spellings, and what is printed of it."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
 import pytest
 import yaml
 from places import RECIPES
 from pydantic import BaseModel
 
 from eagle3.errors import UserError
+from eagle3.preflight.inputs import OUTPUTS, files_of
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
+from eagle3.recipe.section import LocalPath, Named, Section, paths_in
 
 SMALLEST = {"model": {"target": "some/model"}, "data": {"train": ["chats.jsonl"]}, "output": {"dir": "runs/one"}}
 
@@ -254,3 +260,57 @@ def test_a_url_in_the_place_of_a_path_is_refused_without_its_password(tmp_path, 
 def test_servers_that_nobody_would_ask_are_refused(tmp_path):
     with pytest.raises(UserError, match="servers are named but backend is 'transformers'.*set target.backend=sglang"):
         read(tmp_path, target={"servers": ["http://host:30000"]})
+
+
+# Keys whose type is a text that may name files, and what compares those files when a run is resumed.
+TEXTS = {
+    "model.target": "its fingerprint",
+    "data.train": "the samples' checksum",
+    "data.train.path": "the samples' checksum",
+    "data.held_out": "the samples' checksum",
+    "hidden_states.path": "the store's provenance",
+    "target.spool": "nothing: it holds one job's rows",
+}
+
+
+def parts(kind: Any) -> Iterator[Any]:
+    """A type, and all types and annotations that it is made of."""
+    yield kind
+    for part in get_args(kind):
+        yield from parts(part)
+
+
+def keys_of(section: type[Section], prefix: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """Every key at any depth, with the parts of its type."""
+    for name, field in section.model_fields.items():
+        made_of = [*parts(field.annotation), *field.metadata]
+        yield prefix + name, made_of
+        for inner in made_of:
+            if isinstance(inner, type) and issubclass(inner, Section):
+                yield from keys_of(inner, f"{prefix}{name}.")
+
+
+def test_every_file_that_a_recipe_can_name_is_found_by_the_type_of_its_key(tmp_path):
+    """A key that is added with such a type is among the digested files, or this test names it."""
+    keys = dict(keys_of(Recipe))
+    paths = [key for key, made_of in keys.items() if Path in made_of]
+    assert {"model.draft.config", "data.chat_template"} < {*paths} and {*OUTPUTS} < {*paths}
+    texts = {key for key, made_of in keys.items() if get_args(Named)[1] in made_of and Path not in made_of}
+    assert texts == TEXTS.keys()
+    read(tmp_path)
+    recipe = load_recipe(tmp_path / "recipe.yaml", [f"{key}={tmp_path / key}" for key in paths])
+    assert files_of(recipe) == {key: tmp_path / key for key in paths if key not in OUTPUTS}
+
+
+def test_paths_are_found_in_lists_and_sections_at_any_depth():
+    class Inner(Section):
+        several: list[LocalPath] = []
+
+    class Outer(Section):
+        inner: list[Inner] = []
+        by_name: dict[str, LocalPath | None] = {}
+        text: str = "/etc/passwd"
+
+    value = Outer(inner=[Inner(), Inner(several=["a", "b"])], by_name={"c": "c", "none": None})
+    found = {"inner[1].several[0]": Path("a"), "inner[1].several[1]": Path("b"), "by_name[c]": Path("c")}
+    assert dict(paths_in(value)) == found

@@ -1,10 +1,7 @@
-"""Which shards belong to a store: another store's shards are refused however they got there, and an older version's can
-be marked."""
+"""Which shards belong to a store: another store's shards are refused however they got there."""
 
 import json
-import re
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -17,19 +14,16 @@ from store_cases import (
     PROVENANCE,
     assert_holds,
     check,
-    killed_at_call,
     open_store,
     provenance_of,
     read_whole,
-    run,
     sample,
     unbind,
-    unbind_all,
     write,
 )
 
 from eagle3.errors import UserError
-from eagle3.states.store.check import bind_shards, check_store, remove_flawed
+from eagle3.states.store.check import check_store, remove_flawed
 from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import ShardIndex
 from eagle3.states.store.writer import Part, StoreWriter
@@ -127,12 +121,6 @@ def add_one_that_was_repaired(ours: Path, theirs: Path) -> None:
     replace(content, samples=content.samples[:1]).write(ours)
 
 
-def exchange_one_that_an_older_version_repaired(ours: Path, theirs: Path) -> None:
-    """Its index no longer names a provenance, but the shard does."""
-    exchange_one(ours, theirs)
-    unbind(ours / shards(theirs)[1].with_suffix(".json").name)
-
-
 REFUSED = [
     add_one,
     add_all,
@@ -143,7 +131,6 @@ REFUSED = [
     replace_index,
     replace_shard,
     add_one_that_was_repaired,
-    exchange_one_that_an_older_version_repaired,
 ]
 
 
@@ -181,14 +168,12 @@ def test_shards_of_another_store_are_refused_named_and_replaced_by_a_repair(ours
     assert_repaired(ours, {"foreign", "missing"} if missing else {"foreign"})
 
 
-@pytest.mark.parametrize("field", DIFFERENCES)
-def test_a_shard_that_says_nothing_is_not_taken_for_the_one_that_was_indexed(ours, templates, field):
-    """An older version's shard has the name and the size of ours. Our index gives it away by our shard's checksums."""
-    replace_shard(ours, templates / field)
-    unbind(shards(ours)[1])
-    with pytest.raises(UserError, match="tokens or checksums are not what was written"):
+@pytest.mark.parametrize("suffix", [".json", ".safetensors"])
+def test_a_shard_or_index_that_names_no_store_is_foreign(ours, suffix):
+    unbind(shards(ours)[1].with_suffix(suffix))
+    with pytest.raises(UserError, match="another provenance .*run capture.py --repair, which deletes"):
         read_all(ours)
-    assert_repaired(ours, {"damaged"})
+    assert_repaired(ours, {"foreign", "missing"})
 
 
 @pytest.mark.parametrize("field", DIFFERENCES)
@@ -239,47 +224,6 @@ def test_a_store_stays_itself_when_it_is_moved_renamed_or_its_description_laid_o
     assert_holds(moved, [*NUMBERS, 12])
     digests = {json.loads(path.read_text())["provenance_digest"] for path in moved.glob("shard-*.json")}
     assert len(digests) == 1
-
-
-def test_a_store_of_an_older_version_is_used_with_one_line_and_bound_once_it_is_verified(ours, templates, capsys):
-    unbind_all(ours)
-    pattern = "warning: .* {} of {} shards do not say .* capture.py --verify --bind, which checks them and adds it"
-    open_store(ours)
-    assert re.fullmatch(pattern.format(3, 3), capsys.readouterr().out.strip())
-    (line,) = write(ours, [*NUMBERS, 12])
-    assert re.fullmatch(pattern.format(3, 3), str(line))
-    (line,) = write(ours, [*NUMBERS, 12])
-    assert re.fullmatch(pattern.format(3, 4), str(line))
-    findings = check(ours, [*NUMBERS, 12])
-    assert not findings.problems
-    before = {path: path.read_bytes() for path in ours.glob("*.safetensors")}
-    capsys.readouterr()
-    assert bind_shards(ours, findings) == 3
-    assert write(ours, []) == [] and bind_shards(ours, check(ours, [])) == 0
-    assert_holds(ours, [*NUMBERS, 12])
-    assert capsys.readouterr().out == ""
-    assert {path: path.read_bytes() for path in ours.glob("*.safetensors")} == before
-    replace_shard(ours, templates / "target")
-    unbind(shards(ours)[1])
-    with pytest.raises(UserError, match="tokens or checksums are not what was written"):
-        read_all(ours)
-
-
-def test_a_binding_killed_at_any_call_leaves_a_store_that_is_read_and_bound_by_the_next(tmp_path):
-    older, numbers, bound = tmp_path / "older", range(4), []
-    write(older, numbers, shard_tokens=60)
-    assert len(shards(older)) == 2
-    unbind_all(older)
-    findings, code = check(older, numbers), None
-    while code != 0:
-        path = Path(shutil.copytree(older, tmp_path / f"call-{len(bound)}"))
-        code = run(killed_at_call, len(bound) + 1, bind_shards, path, findings)
-        assert code in (0, -signal.SIGKILL)
-        after = check(path, numbers)
-        assert after.problems == []
-        bound.append(sum(index.provenance_digest is not None for index in after.indexes))
-        assert bind_shards(path, after) == 2 - bound[-1] and write(path, []) == []
-    assert bound == sorted(bound) and set(bound) == {0, 1, 2}
 
 
 def test_an_index_that_lists_one_sample_s_tokens_under_another_s_name_is_found(ours):

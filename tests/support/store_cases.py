@@ -97,7 +97,7 @@ def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
 
 
 def unbind(path: Path) -> None:
-    """Turn an index or a shard into what an older version would have written."""
+    """Take the digest of its store out of an index or a shard."""
     if path.suffix == ".json":
         replace(ShardIndex.parse(path.read_bytes(), path.name, ""), provenance_digest=None).write(path.parent)
         return
@@ -106,11 +106,6 @@ def unbind(path: Path) -> None:
     header["__metadata__"].pop("provenance_digest", None)
     text = json.dumps(header).encode().ljust(DATA_START - 8)
     path.write_bytes(content[:8] + text + content[DATA_START:])
-
-
-def unbind_all(folder: Path) -> None:
-    for path in folder.glob("shard-*"):
-        unbind(path)
 
 
 def run(work, *arguments) -> int:

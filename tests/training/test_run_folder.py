@@ -26,6 +26,12 @@ from eagle3.training.claim import CLAIM, PATIENCE, Claim, holder_of
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.tracking import Tracker
 
+# model.draft.config of a run here.
+SHAPE = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"vocab_size": 300, "max_position_embeddings": 256, "rms_norm_eps": 1e-06},
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+}
 WAYS = ("fresh", "resumed", "auto", "link", "relative", "two ranks")
 
 
@@ -307,6 +313,9 @@ def test_a_run_whose_recipe_or_identity_is_lost_is_not_begun_anew(copied, resume
         ),
         ("data.chat_template", "target/chat_template.jinja", lambda content: content + b"{# changed #}"),
         ("data.train", "conversations.jsonl", lambda content: content.replace(b"story 3.", b"story three.")),
+        ("model.draft.config", "draft.json", lambda content: content.replace(b"10000.0", b"20000.0")),
+        ("model.draft.config", "draft.json", lambda content: content.replace(b"1e-06", b"0.001")),
+        ("model.draft.config", "draft.json", lambda content: content.replace(b'"default"', b'"linear", "factor": 2.0')),
     ],
 )
 def test_a_run_is_not_continued_with_another_target_or_other_data(copied, trained, target, topology, key, file, change):
@@ -316,7 +325,7 @@ def test_a_run_is_not_continued_with_another_target_or_other_data(copied, traine
     assert change(content) != content
     try:
         path.write_bytes(change(content))
-        with pytest.raises(UserError, match=rf"inputs.json: {key} was [0-9a-f]{{32}} when the run began, now it is "):
+        with pytest.raises(UserError, match=rf"inputs.json: {key} had the digest [0-9a-f]{{32}} when .*; restore"):
             train(recipe, ZERO2, topology, Resume.AUTO)
     finally:
         path.write_bytes(content)
@@ -330,7 +339,11 @@ def test_a_run_is_not_continued_with_another_target_or_other_data(copied, traine
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, target, topology):
     """The recipe of a run that has ended."""
-    path = write_recipe(tmp_path_factory.mktemp("trained"), target, output={"check_export": False})
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "draft.json").write_text(json.dumps(SHAPE))
+    draft = {"vocab_size": 200, "config": str(folder / "draft.json")}
+    model = {"target": str(target), "target_dtype": "float32", "draft": draft}
+    path = write_recipe(folder, target, model=model, output={"check_export": False})
     train(load_recipe(path), ZERO2, topology)
     return path
 
@@ -344,24 +357,6 @@ def copied(tmp_path, trained) -> Callable:
         return load_recipe(trained, [f"output.dir={folder / 'run'}"])
 
     return copy
-
-
-def test_a_run_from_before_identities_goes_on_with_one_line_a_checkpoint_and_has_one_from_then_on(
-    copied, topology, capsys
-):
-    recipe = copied()
-    folder = RunFolder(recipe.output.dir)
-    folder.identity.unlink()
-    for path in folder.checkpoints.glob("step-*/manifest.json"):
-        path.write_text(json.dumps(json.loads(path.read_text())["files"]))
-    shutil.rmtree(folder.checkpoints / "step-00000008")
-    train(recipe, ZERO2, topology, Resume.YES)
-    stderr = capsys.readouterr().err
-    assert stderr.count("written before checkpoints named their run") == 2  # the newest, and the best for the export
-    identity = folder.identity.read_text().strip()
-    assert json.loads((folder.checkpoints / "step-00000008" / "manifest.json").read_text())["run"] == identity
-    train(recipe, ZERO2, topology, Resume.YES)
-    assert folder.identity.read_text().strip() == identity
 
 
 def test_another_runs_newer_checkpoint_is_set_aside_and_a_damaged_identity_is_a_line(copied, trained, topology, capsys):

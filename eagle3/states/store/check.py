@@ -37,7 +37,6 @@ class Problem(NamedTuple):
 class Findings(NamedTuple):
     """The result of checking a store."""
 
-    provenance_digest: str
     problems: list[Problem]
     indexes: list[ShardIndex]  # the readable ones
     # Intact samples and their tokens, without duplicates:
@@ -76,7 +75,7 @@ def check_store(
     reported_ids = token_counts.keys() | {problem.sample_id for problem in problems}
     missing_ids = (sample_id for sample_id in expected_ids if sample_id not in reported_ids)
     problems += [Problem("missing", None, sample_id, "no shard has it whole") for sample_id in missing_ids]
-    return Findings(manifest.digest, problems, indexes, len(token_counts), sum(token_counts.values()))
+    return Findings(problems, indexes, len(token_counts), sum(token_counts.values()))
 
 
 def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, int | None]) -> Iterator[Entry | Problem]:
@@ -153,15 +152,3 @@ def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
         (folder / name).unlink()
         flush(folder)
         (folder / name).with_suffix(".safetensors").unlink(missing_ok=True)
-
-
-def bind_shards(folder: Path, findings: Findings) -> int:
-    """Write the digest of the store's provenance into the indexes that lack it, and return how many lacked it.
-
-    The shards themselves are not changed, because their checksums in the index tie them to it. If the process is
-    killed, each index is either the old one or the new one.
-    """
-    unbound_indexes = [index for index in findings.indexes if index.provenance_digest is None]
-    for index in unbound_indexes:
-        replace(index, provenance_digest=findings.provenance_digest).write(folder)
-    return len(unbound_indexes)

@@ -1,10 +1,10 @@
 """A store's folder: the indexes of its shards, and `store.json`, which says what it was captured from."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from eagle3.console import Warned, counted
+from eagle3.console import counted
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
 from eagle3.states.store.files import DamagedStore, ForeignShards, Range, StoreFiles, first_words, no_store
@@ -132,11 +132,11 @@ def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, Damaged
     return indexes, errors
 
 
-def read_indexes(files: StoreFiles, manifest: Manifest, report: Callable[[str], None]) -> list[ShardIndex]:
+def read_indexes(files: StoreFiles, manifest: Manifest) -> list[ShardIndex]:
     """Read the indexes of all shards, and check that each shard belongs to this store, exists, and has the size that
     its index says.
 
-    Raises ForeignShards or DamagedStore. `read_headers` checks the shards' own headers. report: gets `unbound_notice`.
+    Raises ForeignShards or DamagedStore. `read_headers` checks the shards' own headers.
     """
     indexes, errors = find_indexes(files)
     for error in errors.values():
@@ -146,8 +146,6 @@ def read_indexes(files: StoreFiles, manifest: Manifest, report: Callable[[str], 
     for index in indexes:
         if flaw := shard_flaw(index, sizes):
             raise DamagedStore(f"{files.where}/{index.shard}", flaw)
-    if notice := unbound_notice(files.where, indexes):
-        report(Warned(notice))
     return indexes
 
 
@@ -177,9 +175,9 @@ def shard_flaw(index: ShardIndex, sizes: Mapping[str, int | None]) -> str | None
 
 
 def foreign_flaw(digest: str | None, provenance_digest: str | None) -> str | None:
-    """Describe how the digest in an index or shard differs from the store's; None if it does not. If one of the two is
-    None, there is nothing to compare."""
-    if None in (digest, provenance_digest) or digest == provenance_digest:
+    """Describe how the digest in an index or shard differs from the store's; None if it does not, or in a spool, which
+    has none."""
+    if provenance_digest in (None, digest):
         return None
     return (
         f"was captured under another provenance (digest {digest}) than {MANIFEST} describes (digest "
@@ -198,15 +196,3 @@ def read_headers(files: StoreFiles, shards: Sequence[str], provenance_digest: st
         if flaw := foreign_flaw(digest, provenance_digest):
             raise ForeignShards(f"{files.where}/{shard}", flaw)
     return starts
-
-
-def unbound_notice(where: str, indexes: Iterable[ShardIndex]) -> str | None:
-    """A warning about shards that cannot be checked because an older version wrote them; None if there are none."""
-    digests = [index.provenance_digest for index in indexes]
-    if None not in digests:
-        return None
-    return (
-        f"{where}: {digests.count(None):,} of {len(digests):,} shards do not say under which provenance they were "
-        "captured (an older version wrote them), so a shard of another store would not be noticed; run capture.py "
-        "--verify --bind, which checks them and adds it"
-    )

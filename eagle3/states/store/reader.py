@@ -1,6 +1,6 @@
 """Read a store: only the chunks with the requested rows are read from disk, and every byte is checked."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
 from typing import NamedTuple, Self
@@ -152,21 +152,18 @@ class HiddenStateStore:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="store")
 
     @classmethod
-    def open(
-        cls, path: str, provenance: Provenance, threads: int = THREADS, report: Callable[[str], None] = print
-    ) -> Self:
+    def open(cls, path: str, provenance: Provenance, threads: int = THREADS) -> Self:
         """Open a store for reading.
 
         path: a folder or an fsspec URL
         provenance: what this run needs, codec and dtype included
-        report: gets a line about what could not be checked
 
         Raises UserError if provenances differ, naming the field, and if a shard is missing, has lost bytes or belongs
         to a different store, naming the file.
         """
         files = open_files(path)
         manifest = read_own_manifest(files, provenance)
-        indexes = read_indexes(files, manifest, report)
+        indexes = read_indexes(files, manifest)
         all_locations = [Location(index, entry) for index in indexes for entry in index.samples]
         # Reversed, so that the first of several duplicates wins.
         locations = {location.entry.id: location for location in reversed(all_locations)}

@@ -139,7 +139,7 @@ class ShardIndex:
     name: str  # of the index file
     bytes: int  # size of the shard's file
     encoding: Encoding
-    provenance_digest: str | None  # of its store; None in a spool and if an older version wrote it
+    provenance_digest: str | None  # of its store; None in a spool
     samples: tuple[Entry, ...]  # after a repair, fewer than the shard holds
 
     @property

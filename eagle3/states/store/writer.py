@@ -89,7 +89,7 @@ class StoreWriter(AbstractContextManager):
     record: further information; a store keeps the first writer's
     part: each part has at most one writer at a time; writers of different parts know nothing of each other
     shard_tokens: most tokens in a shard; a longer sample gets a shard of its own
-    report: gets a line about what has to be captured again or could not be checked
+    report: gets a line about what has to be captured again
 
     Leaving the `with` block publishes the last shard. After an exception, even one that a signal raises, it does so as
     far as it can: without the sample in progress, and without an error of its own. Raises UserError if another writer
@@ -169,7 +169,7 @@ class StoreWriter(AbstractContextManager):
                 lost_samples = ShardIndex.parse(files.read([name])[0], name, files.where).samples
                 (self.folder / name).unlink(missing_ok=True)
                 report(f"{shard}: gone; its {len(lost_samples)} samples will be captured again")
-        indexes = read_indexes(files, manifest, report)
+        indexes = read_indexes(files, manifest)
         for index in indexes:  # one at a time: local files are mapped, and mappings are limited
             read_headers(files, [index.shard], manifest.digest)
         return {entry.id for index in indexes for entry in index.samples}
