@@ -30,7 +30,7 @@ def main() -> int:
     console = Console(is_first_rank(), options.quiet)
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         from eagle3.jobs.diagnose import Prompts, both_forms, diagnose_draft
-        from eagle3.jobs.evaluate import held_out_prompts
+        from eagle3.jobs.evaluate import held_out_prompts, judgement_record
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
@@ -47,8 +47,7 @@ def main() -> int:
     for line in diagnosed.lines():
         console.result(line)
     texts = "held-out conversations" if options.prompts is None else options.prompts.name
-    result = diagnosed.as_dict() | {"draft": name, "target": recipe.model.target, "texts": texts}
-    write_result(options.out, result, console)
+    write_result(options.out, judgement_record("diagnosis", diagnosed.as_dict(), known, draft, texts), console)
     stop_distributed()
     return 1 if diagnosed.diagnosis.faults else 0
 

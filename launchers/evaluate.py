@@ -16,7 +16,7 @@ from pathlib import Path
 
 from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
-from eagle3.draft.config import DraftConfig, read_draft_config
+from eagle3.draft.config import DraftConfig, draft_digest, read_draft_config
 from eagle3.errors import UserError, run_command
 from eagle3.planning.gpus import DEFAULT_GPU, GPUS, gpu_named
 from eagle3.preflight.inputs import prompt_files, require_export, require_inputs, require_weights
@@ -39,7 +39,7 @@ def main() -> int:
     require_inputs(recipe)
     require_weights(recipe.model.target)
     require_result_place(out)
-    draft_stamp = stamp(draft)
+    digest = draft_digest(draft)
     console = Console(is_first_rank(), options.quiet)
     console(f"recipe: {options.recipe}; draft: {draft}")
     warn_of_another_target(recipe, draft, console)
@@ -48,7 +48,7 @@ def main() -> int:
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         from eagle3.draft.interchange import read_exported
         from eagle3.evaluation.acceptance import Sampling
-        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judge_served, what_was_judged
+        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judge_served, judgement_record, texts_of
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
@@ -64,7 +64,7 @@ def main() -> int:
         if topology.is_first:
             for line in by_context.lines():
                 tell(line)
-        lossless, result = by_context.lossless, by_context.as_dict()
+        kind, lossless, result = "by_context", by_context.lossless, by_context.as_dict()
     else:
         if tree is not None:
             judgement = judge_served(inputs, draft, tree, decoding, console, files)
@@ -73,13 +73,13 @@ def main() -> int:
         if topology.is_first:
             for line in judgement.table():
                 tell(line)
-        lossless, result = judgement.trained.lossless, judgement.as_dict()
+        kind, lossless, result = "evaluation", judgement.trained.lossless, judgement.as_dict()
     # A run may have exported a new draft meanwhile, and the result beside it would be taken for the new draft's.
-    if stamp(draft) != draft_stamp:
+    if digest_now(draft) != digest:
         raise UserError(
             f"{draft}: exported again while it was being judged, so the result is for a draft that is gone; judge again"
         )
-    write_result(out, result | what_was_judged(inputs, draft, files), console)
+    write_result(out, judgement_record(kind, result, inputs, draft, texts_of(inputs, files)), console)
     stop_distributed()
     return 1 if lossless is False else 0
 
@@ -199,10 +199,11 @@ def warn_of_another_target(recipe: Recipe, draft: Path, console: Console) -> Non
             console.warn(f"{draft}: was trained for the target {trained} ({file}), and is judged with {judged}")
 
 
-def stamp(draft: Path) -> list[tuple[int, ...] | None]:
-    """A value that changes whenever the draft is exported anew."""
-    stats = [file.stat() if (file := draft / name).exists() else None for name in ("config.json", "model.safetensors")]
-    return [stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+def digest_now(draft: Path) -> str | None:
+    """The draft's digest; None while it is being exported."""
+    with suppress(FileNotFoundError):
+        return draft_digest(draft)
+    return None
 
 
 def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:

@@ -33,6 +33,7 @@ def main() -> None:
 
 
 def write(options: argparse.Namespace, console: Console) -> None:
+    from eagle3.reporting.record import read_run
     from eagle3.reporting.report import require_matplotlib, write_report
 
     require_matplotlib()
@@ -48,6 +49,8 @@ def write(options: argparse.Namespace, console: Console) -> None:
     folder = options.runs[0]
     with waiting(console, "drawing the report"):
         report = write_report(folder)
+        for line in read_run(folder).foreign:
+            console.warn(f"{folder}: {line}")
     console.result(f"report: {report}")
     with waiting(console, "writing the model card"):
         written = write_model_card(folder)

@@ -1,10 +1,12 @@
 """The shape of a draft (sizes, rope, window): read from an exported config.json and written back to one."""
 
+import hashlib
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from eagle3.durable import file_digest
 from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.parsing import read_json_object
 
@@ -299,6 +301,12 @@ def drafted_tokens(chosen: int | None, target_vocab_size: int) -> int:
             f"between 1 and {target_vocab_size}"
         )
     return chosen
+
+
+def draft_digest(folder: Path) -> str:
+    """Digest of an exported draft: of its config and weights. Equal drafts have equal digests, wherever they are."""
+    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    return hashlib.sha256("".join(map(file_digest, files)).encode()).hexdigest()[:32]
 
 
 def read_draft_config(path: Path) -> DraftConfig:

@@ -5,13 +5,13 @@ from dataclasses import replace
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle3.console import Console, counted, waiting
-from eagle3.draft.config import DraftConfig
+from eagle3.draft.config import DraftConfig, draft_digest
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
@@ -37,6 +37,7 @@ from eagle3.planning.gpus import DEFAULT_GPU, gpu_named
 from eagle3.planning.payoff import ESTIMATED, PayOff, best_cells, surface
 from eagle3.planning.sheet import ServedTarget, SheetCosts
 from eagle3.recipe.schema import Recipe
+from eagle3.sealed import sealed
 from eagle3.targets.facts import read_facts, require_no_state
 from eagle3.targets.sglang.draft_check import require_known
 from eagle3.targets.sglang.version import require_captured
@@ -230,17 +231,27 @@ def estimated_pay_off(
     return PayOff(source, cells)
 
 
-def what_was_judged(inputs: Inputs, exported: Path, files: Mapping[str, Path]) -> dict[str, str]:
-    """The draft, target and texts of a judgement, so that comparisons notice if these differ. Paths of targets and
-    texts are reduced to their last part."""
-    model, samples = inputs.recipe.model, inputs.held_out
-    name = Path(model.target).name if Path(model.target).expanduser().is_dir() else model.target
-    own = f"{len(samples):,} held-out samples of {int(samples.lengths.sum()):,} tokens"
-    return {
+def judgement_record(
+    kind: str, result: dict[str, Any], known: KnownTarget, exported: Path, texts: str
+) -> dict[str, Any]:
+    """The sealed content of a result file, which says what was judged, so that nobody takes it for another draft's. The
+    target's path is reduced to its last part. kind: evaluation, by_context or diagnosis."""
+    target = known.recipe.model.target
+    name = Path(target).name if Path(target).expanduser().is_dir() else target
+    judged = {
         "draft": str(exported),
-        "target": f"{name} ({inputs.fingerprint[:8]})",
-        "texts": ", ".join(file.name for file in files.values()) or own,
+        "draft_digest": draft_digest(exported),
+        "target": f"{name} ({known.fingerprint[:8]})",
+        "target_digest": known.fingerprint,
+        "texts": texts,
     }
+    return sealed(result | judged, kind)
+
+
+def texts_of(inputs: Inputs, files: Mapping[str, Path]) -> str:
+    """The texts of a judgement in words: the prompt sets' files, without their paths, or the held-out samples."""
+    own = f"{len(inputs.held_out):,} held-out samples of {int(inputs.held_out.lengths.sum()):,} tokens"
+    return ", ".join(file.name for file in files.values()) or own
 
 
 def judge_served(

@@ -2,8 +2,8 @@
 
 import datetime
 import hashlib
-from pathlib import Path
 
+from eagle3.draft.config import draft_digest
 from eagle3.durable import file_digest
 from eagle3.jobs.job import Inputs, Job, KnownTarget
 from eagle3.jobs.prospect import stored_settings
@@ -14,8 +14,6 @@ from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import WINDOW, Provenance, has_shards, read_manifest, read_own_manifest
 from eagle3.text.encode import tokenizer_identity
 from eagle3.text.samples import Spans
-
-DRAFT_FILES = (".json", ".safetensors")
 
 
 def target_provenance(known: KnownTarget) -> Provenance:
@@ -32,23 +30,20 @@ def target_provenance(known: KnownTarget) -> Provenance:
 
 
 def input_digests(inputs: Inputs) -> dict[str, str]:
-    """Digests of a run's inputs, by recipe key: of every file that the recipe names by a path, of the target, and of
-    the samples, whatever they were made from. They must be the same when the run is resumed."""
+    """Digests of a run's inputs, by recipe key: of every file (or exported draft) that the recipe names by a path, of
+    the target, and of the samples, whatever they were made from. They must be the same when the run is resumed."""
     digests = target_provenance(inputs)
     return {
-        **{key: _digest_of(path) for key, path in files_of(inputs.recipe).items()},
+        **{
+            key: draft_digest(path) if path.is_dir() else file_digest(path)[:32]
+            for key, path in files_of(inputs.recipe).items()
+        },
         "model.target": digests["target"],
         "model.target's tokenizer": digests["tokenizer"],
         "data.chat_template": digests["chat_template"],
         "data.train": inputs.train.checksum,
         "data.held_out": inputs.held_out.checksum,
     }
-
-
-def _digest_of(path: Path) -> str:
-    """Digest of a file, or of the configs and weights in an exported draft's folder."""
-    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in DRAFT_FILES)
-    return hashlib.sha256("".join(map(file_digest, files)).encode()).hexdigest()[:32]
 
 
 def provenance(job: Job) -> Provenance:

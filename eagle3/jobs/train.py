@@ -19,7 +19,7 @@ from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
 from eagle3.jobs.description import describe_run
-from eagle3.jobs.evaluate import held_out_prompts, judge, what_was_judged
+from eagle3.jobs.evaluate import held_out_prompts, judge, judgement_record, texts_of
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.plan import memory_plan
 from eagle3.jobs.prospect import require_judgeable
@@ -372,7 +372,8 @@ def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finis
             return True
         judgement = judge(job, target, folder.export, run.topology, console)
         folder.claim.require()
-        folder.write_evaluation(judgement.as_dict() | what_was_judged(job, folder.export, {}))
+        texts = texts_of(job, {})
+        folder.write_evaluation(judgement_record("evaluation", judgement.as_dict(), job, folder.export, texts))
         return judgement.trained.lossless
     finally:
         finish(folder.path, console)

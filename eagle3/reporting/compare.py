@@ -111,14 +111,13 @@ def contexts_table(compared: Sequence[Compared]) -> Table:
     rows = {each.name: {row["context"]: row for row in each.found["contexts"]} for each in compared}
     contexts = sorted({context for of_run in rows.values() for context in of_run})
     values = {name: [_condition(each.found, name) for each in compared] for name in CONDITIONS}
-    known = {name: group for name, group in values.items() if set(group) != {None}}  # None: files of an older version
-    same = [f"{name} {group[0]}" for name, group in known.items() if len(set(group)) == 1]
+    same = [f"{name} {group[0]}" for name, group in values.items() if set(group) != {None} and len(set(group)) == 1]
     return Table(
         "Acceptance length by context",
         ["context", *(each.name for each in compared)],
         [[tokens_label(each), *(_cell(of_run.get(each)) for of_run in rows.values())] for each in contexts],
         "Acceptance length, in tokens per verification, with its 95% interval and the number of verifications. "
-        f"{'; '.join([*differing(compared, known), *same])}.",
+        f"{'; '.join([*differing(compared, values), *same])}.",
     )
 
 
@@ -215,6 +214,7 @@ def write_comparison(compared: Sequence[Compared], out: Path) -> str:
     if unmeasured := [each.name for each in compared if not each.found]:
         names = ", ".join(map(escaped, unmeasured))
         texts.append(f"No acceptance by context for {names}: launchers/evaluate.py --by-context measures it.\n")
+    texts += [f"{escaped(f'{each.name}: {line}')}.\n" for each in compared for line in each.run.foreign]
     markdown = "\n".join(texts)
     title, charts = ", ".join(each.name for each in compared), [(plot, svg(plot)) for plot in plots]
     files[PAGE] = rendered("comparison.html", title=title, charts=charts, tables=tables, markdown=markdown)

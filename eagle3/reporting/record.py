@@ -14,10 +14,12 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from eagle3.console import all_without_passwords
+from eagle3.draft.config import draft_digest
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.planning.payoff import Cell, PayOff
-from eagle3.reporting.schemas import ByContext, DraftFile, Evaluation, Metrics, RecipeFile, Started, first_problem
+from eagle3.reporting.schemas import DraftFile, InputDigests, Judgement, Metrics, RecipeFile, Started, first_problem
+from eagle3.sealed import DAMAGE, unsealed
 from eagle3.text.datasets import is_dataset
 from eagle3.training.run_folder import RunFolder
 
@@ -52,7 +54,8 @@ class RunRecord:
     evaluation: Record
     by_context: Record
     draft: Record  # the export's config.json
-    absent: tuple[str, ...]  # which files are missing, and why
+    absent: tuple[str, ...]  # which files are missing or not this run's, and why
+    foreign: tuple[str, ...]  # those that are not this run's
 
     def key(self, name: str) -> Any:
         """The recipe's value of `section.key`; None if it has none."""
@@ -97,23 +100,47 @@ def read_run(path: Path) -> RunRecord:
     }
     exports = tuple(record["step"] for record in by_kind.pop("exported"))
     files = {
-        "started": (folder.run, Started, "written at the start of a run; this run is older than that file"),
+        "started": (folder.run, Started, "written at the start of a run"),
         "evaluation": (
             folder.evaluation,
-            Evaluation,
+            Judgement,
             "launchers/evaluate.py writes it; the run judged nothing, or has not ended",
         ),
-        "by_context": (folder.by_context, ByContext, "launchers/evaluate.py --by-context writes it"),
+        "by_context": (folder.by_context, Judgement, "launchers/evaluate.py --by-context writes it"),
         "draft": (folder.export / "config.json", DraftFile, "the run has not ended"),
     }
     contents = {name: _read_json(file, kind) for name, (file, kind, _) in files.items()}
+    foreign = {}
+    for name in ("evaluation", "by_context"):
+        if contents[name] and (difference := _difference(folder, contents[name], name)):
+            contents[name], foreign[name] = {}, difference
     there = [
         (folder.recipe, folder.recipe.is_file(), "the resolved recipe"),
         (folder.metrics, records, "no step was recorded yet"),
-        *((file, contents[name], why) for name, (file, _, why) in files.items()),
+        *((file, contents[name], foreign.get(name, why)) for name, (file, _, why) in files.items()),
     ]
     absent = tuple(f"{file.relative_to(path)}: {why}" for file, content, why in there if not content)
-    return RunRecord(folder, text, recipe, **by_kind, exports=exports, **contents, absent=absent)
+    others = tuple(f"{name}.json: {difference}" for name, difference in foreign.items())
+    return RunRecord(folder, text, recipe, **by_kind, exports=exports, **contents, absent=absent, foreign=others)
+
+
+def _difference(folder: RunFolder, judged: Record, kind: str) -> str | None:
+    """How what was judged differs from the run's export or target; None if it does not. Raises UserError if the record
+    is not as it was written."""
+    try:
+        unsealed(judged, kind)
+    except DAMAGE as error:
+        raise UserError(
+            f"{folder.path / kind}.json: damaged, or changed after it was written ({error}); {MOVE_AWAY}, or judge "
+            "again with launchers/evaluate.py"
+        ) from error
+    target = _read_json(folder.inputs, InputDigests).get("model.target", judged["target_digest"])
+    exported = draft_digest(folder.export) if (folder.export / "config.json").is_file() else None
+    known = {"draft": exported, "target": target}
+    others = [f"the {name} {judged[name]}" for name, digest in known.items() if judged[f"{name}_digest"] != digest]
+    return (
+        f"is of {' and '.join(others)}, not of this run's; judge again with launchers/evaluate.py" if others else None
+    )
 
 
 def column(records: Sequence[Record], name: str) -> np.ndarray:
@@ -307,7 +334,7 @@ def window_in_words(judged: Record) -> str:
 
 
 def pay_offs(judged: Record) -> list[PayOff]:
-    """What the draft is worth, by each kind of costs in a judgement by context; older files have none."""
+    """What the draft is worth, by each kind of costs in a judgement by context."""
     window = window_in_words(judged)
     return [
         PayOff(

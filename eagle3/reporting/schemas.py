@@ -11,106 +11,23 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Length = Annotated[float, Field(ge=1, allow_inf_nan=False)]  # acceptance length, in tokens
-Interval = Annotated[list[Amount | None], Field(min_length=2, max_length=2)]
 Numbers = list[float | None]
 
 
-class Judged(BaseModel):
-    conversations: Count
-    verifications: Count
-    acceptance_length: Length | None = None
-    position_acceptance: list[Share] | None = None
-    mismatches: Count | None = None
-    ties: Count | None = None
+class Judgement(BaseModel):
+    """The part of a result file that says what was judged. Result files are sealed, so the rest is as it was
+    written."""
+
+    draft: str
+    draft_digest: str
+    target: str
+    target_digest: str
 
 
-class Untrained(BaseModel):
-    acceptance_length: Length
+class InputDigests(BaseModel):
+    """The part of inputs.json that is used."""
 
-
-class Verified(BaseModel):
-    accepted: list[str]
-    rejected: list[str]
-    own: str | None
-
-
-class Example(BaseModel):
-    prompt: str
-    first: str | None = None
-    verifications: list[Verified]
-
-
-class Speed(BaseModel):
-    """Tokens per second."""
-
-    speculative: Amount
-    plain: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class OfSet(Judged):
-    """The figures of one prompt set."""
-
-    name: str
-    interval: Interval | None = None
-    mean_acceptance_length: Length | None = None
-    speed: Speed | None = None
-
-
-class Evaluation(Judged):
-    """The contents of evaluation.json."""
-
-    new_tokens: Count
-    draft_tokens: Count
-    texts: str | None = None  # None in older files, as the target and the draft
-    temperature: Amount | None = None
-    topk: Count = 1
-    untrained: Untrained | None = None
-    speed: Speed | None = None
-    examples: list[Example] | None = None
-    sets: list[OfSet] | None = None
-
-
-class OfContext(Judged):
-    context: Annotated[int, Field(ge=1)]
-    interval: Interval | None = None
-
-
-class PayOffCell(BaseModel):
-    context: Annotated[int, Field(ge=1)]
-    batch: Annotated[int, Field(ge=1)]
-    drafts: Annotated[int, Field(ge=1)]
-    length: Length
-    break_even: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
-class PayOffFile(BaseModel):
-    """What the draft is worth by one kind of costs."""
-
-    source: str
-    cells: Annotated[list[PayOffCell], Field(min_length=1)]
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        chains = {(cell.context, cell.batch): set() for cell in self.cells}
-        for cell in self.cells:
-            chains[cell.context, cell.batch].add(cell.drafts)
-        longest = max(cell.drafts for cell in self.cells)
-        if any(drafts != {*range(1, longest + 1)} for drafts in chains.values()):
-            raise ValueError(f"Each context and batch should have a cell for 1 to {longest} draft tokens")
-        return self
-
-
-class ByContext(BaseModel):
-    """The contents of by_context.json."""
-
-    contexts: list[OfContext]
-    window: Count | None = None
-    trained_window: Count | None = None
-    pay_off: list[PayOffFile] = []
-    other_windows: list["ByContext"] = []
-    temperature: Amount | None = None
-    topk: Count = 1
+    target: str = Field(alias="model.target")
 
 
 class RopeParameters(BaseModel):

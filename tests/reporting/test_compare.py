@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import yaml
@@ -113,9 +114,19 @@ def test_a_run_is_not_compared_with_itself(report, tmp_path):
 
 def test_a_damaged_measurement_is_not_compared(report, tmp_path):
     run = write_run(tmp_path / "mine", steps=3)
-    change(run.by_context, contexts="x")
+    run.by_context.write_text(run.by_context.read_text(encoding="utf-8").replace("2.9", "3.9"), encoding="utf-8")
     code, _, error = report("--compare", run.path, "--out", tmp_path / "out")
-    assert code == 2 and error.count("\n") == 1 and "by_context.json: damaged (contexts: " in error
+    assert code == 2 and error.count("\n") == 1 and "by_context.json: damaged" in error
+
+
+def test_a_measurement_of_another_draft_is_named_and_not_compared(report, tmp_path):
+    one, other = (write_run(tmp_path / name, steps=3) for name in ("one", "other"))
+    change(other.export / "config.json", max_position_embeddings=4096)
+    shutil.copy(other.by_context, one.by_context)
+    code, tables, _ = report("--compare", one.path, other.path, "--out", tmp_path / "out")
+    tables = tables.replace("\\", "")
+    assert code == 0 and "one: by_context.json: is of the draft" in tables
+    assert "No acceptance by context for one: " in tables and "other: by" not in tables
 
 
 def test_runs_measured_in_different_ways_are_compared_with_a_warning(tmp_path):
@@ -126,10 +137,10 @@ def test_runs_measured_in_different_ways_are_compared_with_a_warning(tmp_path):
     compared = read_compared([one.path, other.path], None)
     written = contexts_table(compared).markdown()
     assert "temperature DIFFERS: 0.0 (one), 0.8 (other)" in written
-    assert "target " not in written  # neither file knows it
-    change(one.by_context, target="acme/tiny-8B", seed=3, topk=2, tree_tokens=8)
+    assert "target acme/tiny-8B (0123)" in written
+    change(one.by_context, target="acme/tiny-9B (0123)", seed=3, topk=2, tree_tokens=8)
     written = contexts_table(read_compared([one.path, other.path], None)).markdown()
-    assert "target DIFFERS: acme/tiny-8B (one), None (other); " in written
+    assert "target DIFFERS: acme/tiny-9B (0123) (one), acme/tiny-8B (0123) (other); " in written
     assert "seed DIFFERS: 3 (one), 0 (other); " in written
     assert "tree DIFFERS: trees of 8 tokens, 2 branches a node (one), None (other); " in written
     assert "| 1k | 2.80 [2.70, 2.90] (300) | – |" in written and "| 2.70 (300) |" in written

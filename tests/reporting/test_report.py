@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from places import ZERO2
-from report_case import HOSTILE, SETS, STEPS, by_context, change, pay_off, started, write_json, write_run
+from report_case import HOSTILE, SETS, STEPS, by_context, change, evaluation, started, write_json, write_run
 from tiny_run import conversations, make_target, metrics, write_recipe
 
 from eagle3.console import Console
@@ -284,31 +284,9 @@ def test_a_damaged_file_is_named_with_its_line(run):
 @pytest.mark.parametrize(
     ("file", "values", "message"),
     [
-        ("evaluation.json", {"acceptance_length": "x"}, "acceptance_length: Input should be a valid number"),
-        ("evaluation.json", {"acceptance_length": float("nan")}, "acceptance_length: Input should be a finite number"),
-        ("evaluation.json", {"position_acceptance": [0.5, 1.5]}, "position_acceptance.1: "),
-        ("evaluation.json", {"position_acceptance": [0.5, None]}, "position_acceptance.1: Input should be a valid "),
-        ("evaluation.json", {"topk": None}, "topk: Input should be a valid integer, not None"),
-        ("evaluation.json", {"untrained": 3}, "untrained: Input should be "),
-        ("evaluation.json", {"untrained": {"acceptance_length": None}}, "untrained.acceptance_length: "),
-        ("evaluation.json", {"examples": [{}]}, "examples.0.prompt: Field required"),
-        ("evaluation.json", {"sets": [{"name": 3}]}, "sets.0.conversations: Field required"),
-        ("evaluation.json", {"sets": [SETS[0] | {"name": 3}]}, "sets.0.name: Input should be a valid string, not 3"),
-        ("evaluation.json", {"sets": [SETS[0] | {"interval": [1.0]}]}, "sets.0.interval: List should have at least 2"),
+        ("evaluation.json", {"draft_digest": 3}, "draft_digest: Input should be a valid string, not 3"),
         ("run.json", {"data": {}}, "data.datasets: Field required"),
         ("run.json", {"memory": {"before_gib": 1, "estimate_gib": 1}}, "memory: Value error, An estimate should have "),
-        ("by_context.json", {"contexts": 3}, "contexts: Input should be a valid "),
-        (
-            "by_context.json",
-            {"pay_off": [{"source": "here", "cells": []}]},
-            "pay_off.0.cells: List should have ",
-        ),
-        (
-            "by_context.json",
-            {"pay_off": [{"source": "here", "cells": [pay_off()[0]["cells"][1]]}]},
-            "pay_off.0: Value error, Each context and batch should have a cell for 1 to 2 draft tokens",
-        ),
-        ("by_context.json", {"contexts": [{"context": 512}]}, "contexts.0.conversations: Field required"),
         ("export/config.json", {"draft_vocab_size": None}, "draft_vocab_size: Input should be a valid integer"),
     ],
 )
@@ -316,6 +294,39 @@ def test_what_cannot_be_is_refused_with_file_key_and_value(report, run, file, va
     change(run.path / file, **values)
     code, _, error = report(run.path)
     assert code == 2 and error.count("\n") == 1 and f"{file}: damaged ({message}" in error and "move it away" in error
+
+
+def test_a_changed_number_or_another_kind_of_result_is_refused(report, run):
+    text = run.evaluation.read_text(encoding="utf-8")
+    unsealed = {name: value for name, value in json.loads(text).items() if name != "digest"}
+    for other in (text.replace("2.77", "3.77"), run.by_context.read_text(encoding="utf-8"), json.dumps(unsealed)):
+        run.evaluation.write_text(other, encoding="utf-8")
+        assert other != text
+        with pytest.raises(
+            UserError, match="evaluation.json: damaged, or changed after it was written .*; move it away"
+        ):
+            read_run(run.path)
+    code, _, error = report(run.path)
+    assert code == 2 and error.count("\n") == 1
+
+
+def test_a_result_of_another_draft_or_target_is_named_and_not_shown_until_it_is_judged_again(report, run, tmp_path):
+    other = write_run(tmp_path / "other", steps=3)
+    change(other.export / "config.json", max_position_embeddings=4096)
+    for name in ("evaluation.json", "by_context.json"):
+        shutil.copy(other.path / name, run.path / name)
+    code, _, error = report(run.path)
+    assert code == 0 and error.count("\n") == 2
+    text, card = run.report.read_text(encoding="utf-8"), run.card.read_text(encoding="utf-8")
+    for name in ("evaluation.json", "by_context.json"):
+        assert f"{name}: is of the draft runs/mine/export, not of this run" in html.unescape(text) and name in error
+    assert "Acceptance length2.77" not in Page(text).text.replace("\n", "") and "2.77" not in card
+    write_json(run.evaluation, evaluation() | {"target_digest": 32 * "1"})
+    judged = read_run(run.path)
+    assert not judged.evaluation and len(judged.foreign) == 2 and "of the target acme/tiny-8B" in judged.foreign[0]
+    write_json(run.evaluation, evaluation())
+    write_json(run.by_context, by_context([2.9, 2.8, 2.8, 2.7, 2.7]))
+    assert read_run(run.path).foreign == () and "2.77" in render(run).text
 
 
 def test_what_is_in_the_way_of_the_report_is_said_in_a_line(report, run):
@@ -417,7 +428,9 @@ TROUBLES = {
         "model.draft.vocab_size",
     ),
     "left out": (
-        lambda run: _with_started(run, prepared={"rows": 1000, "truncated": 20, "dropped": {"empty": 31}}),
+        lambda run: _with_started(
+            run, prepared={"rows": 1000, "truncated": 20, "dropped": {"empty": 31}, "empty_answers": 0}
+        ),
         "31 were dropped",
         "data.too_long",
     ),
@@ -469,7 +482,6 @@ def test_what_was_left_out_is_answered_by_its_reasons_alone(run):
 
 
 def test_malformed_rows_and_empty_answers_stand_in_the_section_on_data(run):
-    assert "empty answers–" in render(run).text.replace("\n", ""), "a run from before did not count them"
     left_out = {"malformed row (unknown role)": 310}
     _with_started(run, prepared={"rows": 1000, "truncated": 0, "dropped": left_out, "empty_answers": 4711})
     page = render(run)

@@ -7,9 +7,13 @@ from typing import Any
 import numpy as np
 import yaml
 
+from eagle3.draft.config import draft_digest
+from eagle3.sealed import sealed
 from eagle3.training.run_folder import RunFolder
 
 STEPS, TTT_STEPS = 400, 4
+JUDGED = ("evaluation", "by_context")
+TARGET = 32 * "0"  # its fingerprint
 HOSTILE = "<script>alert(1)</script>"
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
 RECIPE = {
@@ -36,21 +40,32 @@ def write_run(path: Path, steps: int = STEPS) -> RunFolder:
     folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     for file, content in (
         (folder.run, started(steps)),
+        (folder.inputs, {"model.target": TARGET}),
+        (folder.export / "config.json", DRAFT),
         (folder.evaluation, evaluation()),
         (folder.by_context, by_context([2.9, 2.8, 2.8, 2.7, 2.7])),
-        (folder.export / "config.json", DRAFT),
     ):
         write_json(file, content)
     return folder
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a JSON file of a run; a result file as the result of judging that run's draft."""
+    if path.stem in JUDGED:
+        own = {"draft": "runs/mine/export", "target": "acme/tiny-8B (0123)", "target_digest": TARGET}
+        own["draft_digest"] = draft_digest(RunFolder(path.parent).export)
+        content = sealed({name: value for name, value in (own | content).items() if name != "digest"}, path.stem)
     path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def change(path: Path, **values: Any) -> None:
-    """Changes top-level keys of a JSON file."""
+    """Changes top-level keys of a JSON file. Another draft is judged anew."""
     write_json(path, json.loads(path.read_text(encoding="utf-8")) | values)
+    for judged in (path.parent.parent / f"{name}.json" for name in JUDGED if path.name == "config.json"):
+        if judged.exists():
+            write_json(
+                judged, {**json.loads(judged.read_text(encoding="utf-8")), "draft_digest": draft_digest(path.parent)}
+            )
 
 
 def _records(step: int, steps: int) -> list[dict[str, Any]]:
@@ -123,7 +138,13 @@ def started(steps: int = STEPS) -> dict[str, Any]:
                 "supervised": 4_000_000,
                 "longest": 8192,
                 "lengths": lengths,
-                "prepared": {"rows": 10100, "kept": 10000, "truncated": 60, "dropped": {f"no answer {HOSTILE}": 100}},
+                "prepared": {
+                    "rows": 10100,
+                    "kept": 10000,
+                    "truncated": 60,
+                    "dropped": {f"no answer {HOSTILE}": 100},
+                    "empty_answers": 0,
+                },
             },
             "held_out": {
                 "samples": 200,
@@ -230,7 +251,6 @@ def by_context(lengths: list[float], half: float = 0.1) -> dict[str, Any]:
         "seed": 0,
         "draft_tokens": 4,
         "new_tokens": 64,
-        "draft": "runs/mine/export",
         "contexts": [
             {
                 "context": context,
