@@ -406,7 +406,7 @@ def _with_records(run, change_record, *more):
 
 
 def _prepared(truncated=0, **dropped):
-    return {"rows": 1000, "truncated": truncated, **dropped}
+    return {"rows": 1000, "truncated": truncated, "empty_answers": 0, **dropped}
 
 
 def _rising(record):
