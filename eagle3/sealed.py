@@ -26,8 +26,8 @@ def unsealed(record: dict[str, Any], key: str) -> dict[str, Any]:
     whole = {name: value for name, value in record.items() if name != DIGEST}
     if record[DIGEST] != _digest(whole):
         raise ValueError("its digest does not fit")
-    if whole.pop(KEY) != key:
-        raise ValueError(f"it is that of {record[KEY]}")
+    if whole.pop(KEY, None) != key:
+        raise ValueError(f"it is that of {record.get(KEY)}")
     return whole
 
 

@@ -18,8 +18,8 @@ from eagle3.draft.config import draft_digest
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.planning.payoff import Cell, PayOff
-from eagle3.reporting.schemas import DraftFile, InputDigests, Judgement, Metrics, RecipeFile, Started, first_problem
-from eagle3.sealed import DAMAGE, unsealed
+from eagle3.reporting.schemas import DraftFile, InputDigests, Judgement, Metrics, RecipeFile, Sealed, first_problem
+from eagle3.sealed import unsealed
 from eagle3.text.datasets import is_dataset
 from eagle3.training.run_folder import RunFolder
 
@@ -100,7 +100,7 @@ def read_run(path: Path) -> RunRecord:
     }
     exports = tuple(record["step"] for record in by_kind.pop("exported"))
     files = {
-        "started": (folder.run, Started, "written at the start of a run"),
+        "started": (folder.run, Sealed, "written at the start of a run"),
         "evaluation": (
             folder.evaluation,
             Judgement,
@@ -112,7 +112,7 @@ def read_run(path: Path) -> RunRecord:
     contents = {name: _read_json(file, kind) for name, (file, kind, _) in files.items()}
     foreign = {}
     for name in ("evaluation", "by_context"):
-        if contents[name] and (difference := _difference(folder, contents[name], name)):
+        if contents[name] and (difference := _difference(folder, contents[name])):
             contents[name], foreign[name] = {}, difference
     there = [
         (folder.recipe, folder.recipe.is_file(), "the resolved recipe"),
@@ -124,16 +124,8 @@ def read_run(path: Path) -> RunRecord:
     return RunRecord(folder, text, recipe, **by_kind, exports=exports, **contents, absent=absent, foreign=others)
 
 
-def _difference(folder: RunFolder, judged: Record, kind: str) -> str | None:
-    """How what was judged differs from the run's export or target; None if it does not. Raises UserError if the record
-    is not as it was written."""
-    try:
-        unsealed(judged, kind)
-    except DAMAGE as error:
-        raise UserError(
-            f"{folder.path / kind}.json: damaged, or changed after it was written ({error}); {MOVE_AWAY}, or judge "
-            "again with launchers/evaluate.py"
-        ) from error
+def _difference(folder: RunFolder, judged: Record) -> str | None:
+    """How what was judged differs from the run's export or target; None if it does not."""
     target = _read_json(folder.inputs, InputDigests).get("model.target", judged["target_digest"])
     exported = draft_digest(folder.export) if (folder.export / "config.json").is_file() else None
     known = {"draft": exported, "target": target}
@@ -166,8 +158,8 @@ def _read_metrics(path: Path) -> list[Record]:
 
 
 def _read_json(path: Path, kind: type[BaseModel]) -> Record:
-    """Read the JSON object in a file; empty if there is no file."""
-    return _parsed(_read_text(path, MOVE_AWAY), kind, str(path), MOVE_AWAY) if path.is_file() else {}
+    """Read the JSON object in a file; empty if there is no file. A sealed one is stored under its file's stem."""
+    return _parsed(_read_text(path, MOVE_AWAY), kind, str(path), MOVE_AWAY, path.stem) if path.is_file() else {}
 
 
 def _read_text(path: Path, remedy: str) -> str:
@@ -180,13 +172,16 @@ def _read_text(path: Path, remedy: str) -> str:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
 
 
-def _parsed(text: str, kind: type[BaseModel], origin: str, remedy: str) -> Record:
-    """Parse the JSON object in a text. Raises UserError if it is not valid JSON, or not of this kind."""
+def _parsed(text: str, kind: type[BaseModel], origin: str, remedy: str, key: str = "") -> Record:
+    """Parse the JSON object in a text. Raises UserError if it is not valid JSON, or not of this kind. key: that of a
+    sealed record."""
     try:
         record = parse_json(text)
         if "\\ud" in text.lower():
             json.dumps(record, ensure_ascii=False).encode()  # fails for lone surrogates, which a page cannot contain
         kind.model_validate(record, strict=True)
+        if issubclass(kind, Sealed):
+            record = unsealed(record, key)
     except ValueError as error:
         raise UserError(f"{origin}: damaged ({first_problem(error)}); {remedy}") from error
     return record

@@ -4,9 +4,9 @@ Files may have been written by a person or a different program. These models onl
 key with a problem; the records themselves are used as they are.
 """
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError
 
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -14,9 +14,14 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Numbers = list[float | None]
 
 
-class Judgement(BaseModel):
-    """The part of a result file that says what was judged. Result files are sealed, so the rest is as it was
-    written."""
+class Sealed(BaseModel):
+    """A sealed record, whose content is as it was written."""
+
+    digest: str
+
+
+class Judgement(Sealed):
+    """The part of a result file that says what was judged."""
 
     draft: str
     draft_digest: str
@@ -43,117 +48,6 @@ class DraftFile(BaseModel):
     max_position_embeddings: Count
     rope_parameters: RopeParameters | None = None
     eagle_config: dict[str, Any] | None = None
-
-
-class Target(BaseModel):
-    hub_id: str | None
-    architecture: str
-    layers: Count
-    hidden_size: Count
-    context: Count
-
-
-class Draft(BaseModel):
-    parameters: Count
-    context: Count
-
-
-class Machine(BaseModel):
-    system: str
-    processor: str
-    cores: Count
-    memory_gib: Amount
-    gpu: str | None
-    processes: Count
-
-
-class Vocabulary(BaseModel):
-    size: Count
-    target_size: Count
-    coverage: Share
-
-
-class Histogram(BaseModel):
-    edges: list[Amount]
-    counts: list[Count]
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if not self.counts or len(self.edges) != len(self.counts) + 1 or self.edges != sorted(self.edges):
-            raise ValueError("Edges should ascend and be one more than counts")
-        return self
-
-
-class Prepared(BaseModel):
-    rows: Count
-    truncated: Count
-    dropped: dict[str, Count]
-    kinds: dict[str, str] = {}  # reason -> its kind
-    empty_answers: Count
-
-
-class SourceUsed(BaseModel):
-    source: str
-    available: Count
-    used: Count
-    tokens: Count
-    supervised: Count
-
-
-class DataPart(BaseModel):
-    samples: Count
-    tokens: Count
-    supervised: Count
-    longest: Count
-    lengths: Histogram | None = None
-    prepared: Prepared | None = None
-    sources: list[SourceUsed] = []
-
-
-class Data(BaseModel):
-    datasets: list[str]
-    train: DataPart
-    held_out: DataPart
-
-
-class LargestStream(BaseModel):
-    tokens: Count
-    documents: Count
-    supervised: Share
-    spans: Count = 1
-
-
-class Memory(BaseModel):
-    """The memory estimate. If the planner made none, estimate_gib is null and `why` gives the reason."""
-
-    before_gib: Amount
-    estimate_gib: Amount | None
-    why: str | None = None
-    parts_gib: dict[str, Amount] | None = None
-    stream: LargestStream | None = None
-    measured: str | None = None
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        if self.estimate_gib is not None and None in (self.parts_gib, self.stream, self.measured):
-            raise ValueError("An estimate should have parts_gib, stream and measured")
-        return self
-
-
-class Started(BaseModel):
-    """The contents of run.json."""
-
-    started: str
-    continues: bool
-    steps: Count
-    layout: dict[str, Count]
-    machine: Machine
-    versions: dict[str, str]
-    target: Target
-    draft: Draft
-    vocabulary: Vocabulary
-    data: Data
-    memory: Memory
 
 
 class RecipeModel(BaseModel):

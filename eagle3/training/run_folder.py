@@ -4,6 +4,7 @@ files."""
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from secrets import token_hex
@@ -12,14 +13,16 @@ from typing import Any
 import yaml
 
 from eagle3.console import all_without_passwords, without_passwords
-from eagle3.durable import move_aside, write_text, writing
+from eagle3.durable import move_aside, write_bytes, write_text, writing
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.preflight.inputs import inputs_of
 from eagle3.recipe.loading import dump_recipe
 from eagle3.recipe.schema import Recipe
+from eagle3.sealed import DAMAGE, read_sealed, sealed
 from eagle3.training.claim import CLAIM, Claim
 from eagle3.training.manifest import Manifest
+from eagle3.training.metrics_file import read_records
 
 # Keys that may change when a run is resumed. They affect what is reported or kept, or which rank computes what. Only
 # training.skip_above_norm can change the result.
@@ -38,8 +41,11 @@ FOLDERS = ("checkpoints", "export", "report", "profile", "tensorboard", "wandb")
 # The names of everything that a run leaves in its folder, including half-written and numbered files. Anything else is
 # not the run's, and stays where it is.
 OWN = re.compile(
-    rf"\.?({'|'.join(map(re.escape, FILES + FOLDERS))})(\.partial|\.[0-9a-f]{{8}})?|(evaluation|by_context)\.\d+\.json"
+    rf"\.?({'|'.join(map(re.escape, FILES + FOLDERS))})(\.partial|\.[0-9a-f]{{8}})?"
+    r"|(evaluation|by_context)\.\d+\.json|metrics\.\d+\.jsonl"
 )
+RUN = "run"  # what run.json is sealed as
+MOST_NAMED = 3  # faults of metrics.jsonl in a line
 
 
 class Resume(Enum):
@@ -248,24 +254,24 @@ class RunFolder:
 
     def kernels_before(self) -> dict[str, str | None] | None:
         """Names of the kernels that the run used so far; None if that is not known."""
-        before = (_mapping(self.run, parse_json) if self.run.exists() else None) or {}
-        return before.get("kernels") if isinstance(before.get("kernels"), dict) else None
+        with suppress(*DAMAGE):
+            return read_sealed(self.run, RUN)["kernels"]
+        return None
 
-    def keep_metrics_until(self, step: int) -> None:
-        """Drops the records of steps after `step`, because the resumed run will write them again."""
-        if not self.metrics.exists():
-            return
-        lines = []
-        for number, line in enumerate(self.metrics.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                if parse_json(line)["step"] <= step:
-                    lines.append(line)
-            except json.JSONDecodeError:
-                break  # cut off by a kill, so it is the last line
-            except (TypeError, LookupError) as error:
-                raise UserError(f"{self.metrics}:{number}: damaged (no record of a step); remove that line") from error
+    def keep_metrics_until(self, step: int, warn: Callable[[str], None]) -> None:
+        """Drops the records of steps after `step`, because the resumed run will write them again. A file with faults is
+        moved aside, with a warning that names them; so are steps without a record."""
+        content = self.metrics.read_bytes() if self.metrics.exists() else b""
+        kept, faults, gaps = read_records(content, step)
         with writing(self.metrics, "free space and continue with --resume"):
-            write_text(self.metrics, "".join(f"{line}\n" for line in lines))
+            aside = write_bytes(self.metrics, b"".join(line + b"\n" for line in kept), aside=bool(faults))
+        problems = [*faults, *(f"no line has step {gap}" for gap in gaps)]
+        if problems:
+            others = f" and {len(problems) - MOST_NAMED:,} more" if len(problems) > MOST_NAMED else ""
+            warn(
+                f"{self.metrics}: {'; '.join(problems[:MOST_NAMED])}{others}; the run goes on, its report lacks these"
+                + (f" ({aside} is the file as it was)" if aside else "")
+            )
 
     def note_export(self, step: int) -> None:
         """Records in the metrics that the exported weights are those of `step`."""
@@ -274,7 +280,7 @@ class RunFolder:
 
     def write_run(self, description: dict[str, Any]) -> None:
         """Writes the description of the run (see eagle3.jobs.description). A resumed run overwrites it."""
-        write_text(self.run, json.dumps(all_without_passwords(description), indent=2) + "\n")
+        write_text(self.run, json.dumps(sealed(all_without_passwords(description), RUN), indent=2) + "\n")
 
     def write_evaluation(self, result: dict[str, Any]) -> None:
         with writing(self.evaluation, "free space, and judge the draft again with launchers/evaluate.py"):

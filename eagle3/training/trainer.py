@@ -166,7 +166,7 @@ class Trainer:
             agreed(partial(self._take_up, resumed))
             self.console(f"resumed after step {resumed.step}")
         start = resumed.step if resumed else 0
-        agreed(partial(self.folder.keep_metrics_until, start) if self.topology.is_first else None)
+        agreed(partial(self.folder.keep_metrics_until, start, self.console.warn) if self.topology.is_first else None)
         return start
 
     def _take_up(self, resumed: Resumed) -> None:

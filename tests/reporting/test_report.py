@@ -285,8 +285,6 @@ def test_a_damaged_file_is_named_with_its_line(run):
     ("file", "values", "message"),
     [
         ("evaluation.json", {"draft_digest": 3}, "draft_digest: Input should be a valid string, not 3"),
-        ("run.json", {"data": {}}, "data.datasets: Field required"),
-        ("run.json", {"memory": {"before_gib": 1, "estimate_gib": 1}}, "memory: Value error, An estimate should have "),
         ("export/config.json", {"draft_vocab_size": None}, "draft_vocab_size: Input should be a valid integer"),
     ],
 )
@@ -302,12 +300,14 @@ def test_a_changed_number_or_another_kind_of_result_is_refused(report, run):
     for other in (text.replace("2.77", "3.77"), run.by_context.read_text(encoding="utf-8"), json.dumps(unsealed)):
         run.evaluation.write_text(other, encoding="utf-8")
         assert other != text
-        with pytest.raises(
-            UserError, match="evaluation.json: damaged, or changed after it was written .*; move it away"
-        ):
+        with pytest.raises(UserError, match="evaluation.json: damaged"):
             read_run(run.path)
     code, _, error = report(run.path)
     assert code == 2 and error.count("\n") == 1
+    run.evaluation.write_text(text, encoding="utf-8")
+    run.run.write_text(run.run.read_text(encoding="utf-8").replace("0.987", "0.787"), encoding="utf-8")
+    with pytest.raises(UserError, match="run.json: damaged"):
+        read_run(run.path)
 
 
 def test_a_result_of_another_draft_or_target_is_named_and_not_shown_until_it_is_judged_again(report, run, tmp_path):

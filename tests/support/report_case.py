@@ -52,9 +52,10 @@ def write_run(path: Path, steps: int = STEPS) -> RunFolder:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a JSON file of a run; a result file as the result of judging that run's draft."""
     if path.stem in JUDGED:
-        own = {"draft": "runs/mine/export", "target": "acme/tiny-8B (0123)", "target_digest": TARGET}
-        own["draft_digest"] = draft_digest(RunFolder(path.parent).export)
-        content = sealed({name: value for name, value in (own | content).items() if name != "digest"}, path.stem)
+        judged = {"draft": "runs/mine/export", "target": "acme/tiny-8B (0123)", "target_digest": TARGET}
+        content = judged | {"draft_digest": draft_digest(RunFolder(path.parent).export)} | content
+    if path.stem in (*JUDGED, "run"):
+        content = sealed({name: value for name, value in content.items() if name != "digest"}, path.stem)
     path.write_text(json.dumps(content), encoding="utf-8")
 
 

@@ -31,7 +31,6 @@ from eagle3.text.conversations import Conversation, read_conversations
 from eagle3.text.prepare import prepare_samples
 from eagle3.text.template import Unusable
 from eagle3.training.deepspeed_file import deepspeed_config
-from eagle3.training.run_folder import RunFolder
 
 
 def line_of(call, *arguments):
@@ -154,12 +153,6 @@ def test_every_reader_of_json_names_the_file_of_a_bomb(tmp_path, reader, bomb):
     assert line.removeprefix("target '").startswith(str(tmp_path)), line
     assert any(word in line for word in ("nested", "recursion", "digits", "holds no object")), line
     assert any(word in line for word in ("; ", "repair")), line
-
-
-def test_a_line_of_the_metrics_that_is_no_record_is_named_on_resuming(tmp_path):
-    run = RunFolder(tmp_path)
-    run.metrics.write_text('{"step": 1}\n[]\n{"step": 3}\n', encoding="utf-8")
-    assert line_of(run.keep_metrics_until, 2).startswith(f"{run.metrics}:2: damaged")
 
 
 def test_an_error_line_shows_no_more_than_a_screen_and_nothing_that_steers_a_terminal():

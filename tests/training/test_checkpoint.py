@@ -380,7 +380,7 @@ def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path, cut):
     folder = RunFolder(tmp_path)
     lines = [json.dumps({"step": step, "kind": "train", "loss": 1 / step}) for step in (1, 2, 3)]
     folder.metrics.write_text("\n".join([*lines, cut]), encoding="utf-8")
-    folder.keep_metrics_until(3)
+    folder.keep_metrics_until(3, pytest.fail)
     assert folder.metrics.read_text(encoding="utf-8") == "".join(f"{line}\n" for line in lines)
 
 
@@ -389,16 +389,66 @@ def test_records_after_the_checkpoint_are_dropped_and_the_file_ends_with_a_line(
     records = [(1, "train"), (2, "train"), (2, "held_out"), (3, "train")]
     lines = [json.dumps({"step": step, "kind": kind}) for step, kind in records]
     folder.metrics.write_text("\n".join(lines), encoding="utf-8")  # the last newline did not reach the disk
-    folder.keep_metrics_until(3)
+    folder.keep_metrics_until(3, pytest.fail)
     assert folder.metrics.read_text(encoding="utf-8").splitlines() == lines
     assert folder.metrics.read_text(encoding="utf-8").endswith("\n")
-    folder.keep_metrics_until(2)
+    folder.keep_metrics_until(2, pytest.fail)
     assert folder.metrics.read_text(encoding="utf-8").splitlines() == lines[:3]
-    folder.keep_metrics_until(0)
+    folder.keep_metrics_until(0, pytest.fail)
     assert folder.metrics.read_text(encoding="utf-8") == ""
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_folder_without_metrics_stays_without(tmp_path):
-    RunFolder(tmp_path).keep_metrics_until(3)
-    assert not list(tmp_path.iterdir())
+def record(step: int, kind: str = "train", **numbers: float) -> str:
+    return json.dumps({"step": step, "kind": kind, **numbers})
+
+
+WHOLE = [record(1), record(2), record(2, "held_out"), record(3), record(4), record(4, "held_out"), record(5)]
+FAULTS = {
+    "a broken line": ([*WHOLE[:3], WHOLE[3][:-4], *WHOLE[4:]], [3], 1),
+    "a line that is not text": ([*WHOLE[:3], "\udcff", *WHOLE[4:]], [3], 1),
+    "a list": ([*WHOLE[:3], "[]", *WHOLE[4:]], [3], 1),
+    "a nested line": ([*WHOLE[:3], "[" * 100_000, *WHOLE[4:]], [3], 1),
+    "a missing line": ([*WHOLE[:3], *WHOLE[4:]], [3], 0),
+    "no line": ([], [0, 1, 2, 3, 4, 5, 6], 0),
+    "a duplicate": ([*WHOLE[:4], WHOLE[3], *WHOLE[4:]], [], 1),
+    "another record of a step": ([*WHOLE[:4], record(3, loss=1.0), *WHOLE[4:]], [], 1),
+    "renumbered upwards": ([*WHOLE[:3], record(9), *WHOLE[4:]], [3], 1),
+    "renumbered downwards": ([*WHOLE[:3], record(1), *WHOLE[4:]], [3], 1),
+    "exchanged": ([*WHOLE[:3], WHOLE[4], WHOLE[3], *WHOLE[5:]], [4], 1),
+    "a measurement twice": ([*WHOLE[:3], WHOLE[2], *WHOLE[3:]], [], 1),
+    "an unknown kind": ([*WHOLE[:3], record(3, "tests"), *WHOLE[4:]], [3], 1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_with_metrics_is_named_and_every_other_record_is_kept(tmp_path, fault):
+    folder, warnings = RunFolder(tmp_path), []
+    lines, lost, dropped = FAULTS[fault]
+    content = "".join(f"{line}\n" for line in [*lines, record(6)]).encode("utf-8", "surrogateescape")
+    folder.metrics.write_bytes(content)
+    folder.keep_metrics_until(5, warnings.append)
+    kept = folder.metrics.read_text(encoding="utf-8").splitlines()
+    assert kept == [line for place, line in enumerate(WHOLE) if place not in lost]
+    assert len(warnings) == 1 and str(folder.metrics) in warnings[0]
+    assert [path.read_bytes() for path in tmp_path.glob("metrics.1.jsonl")] == [content] * dropped
+    folder.keep_metrics_until(5, warnings.append)
+    assert folder.metrics.read_text(encoding="utf-8").splitlines() == kept and len([*tmp_path.iterdir()]) == 1 + dropped
+
+
+def test_a_run_without_metrics_begins_them_and_says_so_only_where_there_were_steps(tmp_path):
+    warnings = []
+    RunFolder(tmp_path).keep_metrics_until(0, warnings.append)
+    assert not warnings
+    RunFolder(tmp_path).keep_metrics_until(3, warnings.append)
+    assert len(warnings) == 1 and "no line has step 1 to 3" in warnings[0]
+
+
+def test_each_export_is_a_record_wherever_it_stands(tmp_path):
+    folder = RunFolder(tmp_path)
+    lines = [*WHOLE, record(4, "exported"), record(5, "exported")]
+    folder.metrics.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    folder.keep_metrics_until(5, pytest.fail)
+    assert folder.metrics.read_text(encoding="utf-8").splitlines() == lines
+    folder.keep_metrics_until(4, pytest.fail)
+    assert folder.metrics.read_text(encoding="utf-8").splitlines() == [*WHOLE[:6], record(4, "exported")]

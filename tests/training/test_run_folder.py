@@ -418,7 +418,7 @@ def test_at_the_end_of_a_run_a_full_disk_is_a_line_and_takes_nothing(tmp_path, t
     for write in (
         lambda: folder.write_evaluation(much),
         lambda: folder.begin(recipe, True, identity, {}, print),
-        lambda: folder.keep_metrics_until(1),
+        lambda: folder.keep_metrics_until(1, pytest.fail),
         lambda: tracker.write(2, "train", much),
     ):
         with pytest.raises(
@@ -432,7 +432,7 @@ def test_at_the_end_of_a_run_a_full_disk_is_a_line_and_takes_nothing(tmp_path, t
     (small_disk / "filler").unlink()
     tracker.close()
     folder.close()
-    folder.keep_metrics_until(1)
+    folder.keep_metrics_until(1, pytest.fail)
     assert [record["step"] for record in metrics(folder.path)] == [1]
 
 
