@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from limits import HANG_SECONDS
 from places import RECIPES, ROOT
 
 from eagle3.command_line import RecipeParser
@@ -165,7 +166,7 @@ def test_what_can_be_said_without_pytorch_is_said_without_it(words, code):
     """Only regenerate.py may import it, for its own answers file."""
     name, *arguments = words
     command = [sys.executable, "-X", "importtime", f"launchers/{name}", *arguments]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert ended.returncode == code
     lines = [line for line in ended.stderr.splitlines() if not line.startswith("import time:")]
     assert len(lines) == (code == 2) and all(line.startswith("error: ") for line in lines)

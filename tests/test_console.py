@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import NamedTuple, TextIO
 
 import pytest
+from limits import wait_until
 from places import LAUNCHERS
 from tiny_run import finish, launch, make_target, write_recipe
 
@@ -173,16 +174,12 @@ def test_a_wait_is_told_of_when_it_lasts_and_when_it_is_over(monkeypatch):
     monkeypatch.setattr("eagle3.console.FIRST_GAP", 0.05)
     lines = []
     with waiting(lines.append, "loading"):
-        limit = time.monotonic() + 30
-        while len(lines) < 2 and time.monotonic() < limit:
-            time.sleep(0.01)
+        wait_until(lambda: len(lines) >= 2)
     assert lines[0] == "loading" and re.fullmatch(r"loading: 0m\d\ds so far", lines[1])
     assert re.fullmatch(r"loading: took 0m\d\ds", lines[-1])
     lines.clear()
     with pytest.raises(ValueError), waiting(lines.append, "loading"):
-        limit = time.monotonic() + 30
-        while not lines and time.monotonic() < limit:
-            time.sleep(0.01)
+        wait_until(lambda: lines)
         raise ValueError  # which will be reported; how long it took does not matter
     assert lines and not lines[-1].startswith("loading: took")
 
@@ -307,10 +304,10 @@ def test_the_values_of_a_urls_query_and_fragment_are_never_printed(capsys, text,
 
 
 def test_masking_takes_no_longer_than_the_text_is_long():
-    began = time.monotonic()
+    began = time.process_time()
     for text in ("://" * 50_000, "/a" * 50_000 + "?", "https://h?" + "a=b&" * 20_000, "?" * 100_000, "a" * 100_000):
         without_passwords(text)
-    assert time.monotonic() - began < 5  # seconds; it takes a tenth of one
+    assert time.process_time() - began < 5  # processor seconds; it takes a tenth of one
 
 
 def refuse():

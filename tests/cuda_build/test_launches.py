@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 from places import ROOT
 
 pytestmark = pytest.mark.cuda_build
@@ -65,6 +66,6 @@ def traced(script: str, case: str, folder: Path) -> Any:
     assert torch.version.cuda, "needs torch's CUDA build: bash tests/cuda_build/install.sh FOLDER"
     command = [sys.executable, f"benchmarks/{script}", case, "--json", str(folder / "numbers.json")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    process = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert process.returncode == 0, process.stderr
     return json.loads((folder / "numbers.json").read_text(encoding="utf-8"))

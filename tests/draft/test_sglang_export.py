@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 from places import ROOT, SUPPORT, ZERO2
 from safetensors.torch import load_file, save_file
 from sglang_cpu.environment import sglang_environment
@@ -120,7 +121,7 @@ def verdicts(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
     command = [sys.executable, str(SUPPORT / "draft_check_worker.py"), *map(str, [*folders, other])]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 
@@ -161,7 +162,7 @@ def test_the_launcher_says_one_line(topology, tmp_path):
     command = [sys.executable, "launchers/evaluate.py", "--check", "--draft"]
     bad = spoilt(export(tmp_path / "whole", topology), "bad", renamed("norm.weight", "nrom.weight"))
     for folder, code in ((tmp_path / "whole", 0), (bad, 2)):
-        run = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        run = subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
         assert run.returncode == code, run.stderr
         lines = (run.stderr if code else run.stdout).splitlines()
         assert [line for line in lines if str(folder) in line] == lines[-1:]

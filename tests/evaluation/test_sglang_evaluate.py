@@ -43,7 +43,7 @@ class Case:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in sglang_environment().items():
                 patch.setenv(name, value)
-            return finish(launch(*map(str, command)), timeout=400)
+            return finish(launch(*map(str, command)))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import os
 import re
 import signal
 import sys
-import time
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from jobs import job_of
+from limits import wait_until
 from store_cases import HIDDEN, PROVENANCE, sample
 from tiny_run import deepspeed, finish, launch, make_target, write_recipe
 
@@ -63,11 +64,7 @@ def checked(recipe: Path, store: Path, topology, *overrides: str):
 def test_a_capture_split_killed_damaged_and_repaired_ends_complete_without_duplicates(tmp_path, recipe, topology):
     store = tmp_path / "store"
     victim, other = (launch(*command(recipe, store, "--part", f"{index}/2")) for index in range(2))
-    deadline = time.monotonic() + 200
-    while not list(store.glob("shard-*.json")):
-        assert time.monotonic() < deadline
-        assert victim.poll() is None or not victim.returncode, victim.communicate()[0]
-        time.sleep(0.002)
+    wait_until(lambda: any(store.glob("shard-*.json")) or victim.poll() == 0, victim)
     os.kill(victim.pid, signal.SIGKILL)
     victim.communicate()
     finish(other)

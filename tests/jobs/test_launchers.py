@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from jobs import job_of
+from limits import HANG_SECONDS
 from places import ROOT, ZERO2
 from safetensors.torch import load_file
 from tiny_run import conversations, finish, launch, make_target, write_recipe
@@ -160,7 +161,7 @@ def read_by_head(lines, *command):
         process.stdout.readline()
     process.stdout.close()
     error = process.stderr.read()
-    return process.wait(timeout=120), [line for line in error.splitlines() if "real_accelerator" not in line]
+    return process.wait(HANG_SECONDS), [line for line in error.splitlines() if "real_accelerator" not in line]
 
 
 RUN = "from eagle3.errors import run_command\nimport os, sys, threading, time\n"

@@ -34,7 +34,7 @@ def case(tmp_path_factory):
 
 
 def work(recipe, *runs):
-    return finish(launch(sys.executable, "tests/support/training_worker.py", str(recipe), *runs), timeout=900)
+    return finish(launch(sys.executable, "tests/support/training_worker.py", str(recipe), *runs))
 
 
 def require_the_course_of_one_process(recipe, name):

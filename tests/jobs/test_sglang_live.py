@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from limits import HANG_SECONDS, wait_until
 from places import ROOT
 from safetensors.torch import load_file, save_file
 from sglang_case import (
@@ -50,7 +51,6 @@ pytestmark = pytest.mark.sglang
 
 LAYERS = (1, 2, 3)
 VOCABULARY = 300
-START_SECONDS = 300
 DEEPSPEED = ("--deepspeed", "ds_configs/zero2.json")
 
 
@@ -89,8 +89,7 @@ class Case:
         with cpu_environment(tensor=2):
             server = subprocess.Popen(command, cwd=ROOT, env=os.environ | settings, **quiet, start_new_session=True)
         try:
-            within(START_SECONDS, lambda: server.poll() is not None or answers(url))
-            assert server.poll() is None, line
+            wait_until(lambda: answers(url), server)
             yield url
         finally:
             os.killpg(server.pid, signal.SIGKILL)
@@ -99,13 +98,6 @@ class Case:
     def settings(self) -> HookSettings:
         """The settings of the server's hook, as the server reports them."""
         return HookSettings(**reported_settings(ask(self.url, "/server_info")))
-
-
-def within(seconds: float, condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def answers(url: str) -> bool:
@@ -299,10 +291,7 @@ def test_killed_servers_lose_nothing_while_one_is_left(case):
         assert sorted(arrived) == list(range(120))
         for place, other in enumerate(expected):
             assert torch.allclose(arrived[place].aux, other.aux, atol=3e-6 * float(other.aux.abs().max()))
-        left = time.monotonic() + 20  # it gets some more requests before it is left out
-        while target.producer.servers.live != {first} and time.monotonic() < left:
-            time.sleep(0.2)
-        assert target.producer.servers.live == {first}
+        wait_until(lambda: target.producer.servers.live == {first})  # it gets some more requests before it is left out
     assert left_in(Path(settings.spool)) == []
 
 
@@ -326,7 +315,7 @@ def test_a_server_of_another_checkpoint_is_refused_and_one_that_has_replaced_its
         assert f"this server loaded {other}, which is not the checkpoint that model.target names" in output
         assert "Traceback" not in output
     with capturing_server(case.folder / "target", case.settings(), LAYERS) as server:
-        assert ask(server.url, "/update_weights_from_disk", {"model_path": str(other)}, timeout=60)["success"]
+        assert ask(server.url, "/update_weights_from_disk", {"model_path": str(other)}, timeout=HANG_SECONDS)["success"]
         output = case.run("capture", words, f"target.servers=['{server.url}']", code=2)
         assert f"model_path (its weights were replaced) '{other}' (here: '{case.folder}/target')" in output
         with target_behind([server.url], case.settings(), LAYERS, vocab_size=VOCABULARY) as target:
@@ -365,10 +354,10 @@ def test_servers_that_hang_hold_up_nothing_while_another_one_answers(case, monke
                     stop()
             for place, other in enumerate(expected):
                 assert torch.allclose(arrived[place].aux, other.aux[: len(arrived[place].aux)], atol=1e-4)
-        within(20, lambda: target.producer.servers.live == {case.url})
+        wait_until(lambda: target.producer.servers.live == {case.url})
         os.killpg(second.process.pid, signal.SIGCONT)
         # It does what it was asked before, then this, and writes.
-        ask(second.url, "/generate", {"input_ids": [3], "sampling_params": {"max_new_tokens": 1}}, timeout=60)
+        ask(second.url, "/generate", {"input_ids": [3], "sampling_params": {"max_new_tokens": 1}}, timeout=HANG_SECONDS)
         time.sleep(1)
         assert left_in(target.producer.spool.path) == ["owner.lock", "reserve"]
 

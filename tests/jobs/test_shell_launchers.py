@@ -8,10 +8,10 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
+from limits import wait_until
 from places import LAUNCHERS, ROOT, TESTS
 from tiny_run import finish, launch, make_target, metrics, write_recipe
 
@@ -213,10 +213,8 @@ def test_two_processes_stop_by_a_signal_with_a_checkpoint_and_continue_from_it(s
     before = 0
     for number, code in ((signal.SIGINT, 130), (signal.SIGUSR1, 75)):  # SIGTERM goes SIGINT's way
         process = start("single_node.sh", *arguments, PROCESSES="2")
-        deadline = time.monotonic() + 120
-        while not ((run / "metrics.jsonl").exists() and len(metrics(run)) >= before + 3):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        steps = before + 3
+        wait_until(lambda steps=steps: (run / "metrics.jsonl").exists() and len(metrics(run)) >= steps, process)
         process.send_signal(number)  # only to the script
         output = finish(process, code)
         steps = len(metrics(run))

@@ -21,8 +21,8 @@ def recipe(tmp_path, target):
     return str(write_recipe(tmp_path, target, training=TRAINING, output={"check_export": False}))
 
 
-def work(case, recipe, *arguments, timeout=240):
-    return finish(launch(sys.executable, "tests/support/survival_worker.py", case, recipe, *arguments), timeout=timeout)
+def work(case, recipe, *arguments):
+    return finish(launch(sys.executable, "tests/support/survival_worker.py", case, recipe, *arguments))
 
 
 def require_same_run(one, other):
@@ -53,7 +53,7 @@ def test_any_rank_killed_at_five_moments_resumes_to_the_same_weights(tmp_path, r
 @pytest.mark.slow
 def test_any_of_four_ranks_killed_at_twenty_moments_resumes_to_the_same_weights(tmp_path, recipe):
     layout = ("parallelism.ulysses=2", "parallelism.ring=2")
-    output = work("killed", recipe, "4", "20", "42", *layout, timeout=1800)
+    output = work("killed", recipe, "4", "20", "42", *layout)
     require_named(output)
     require_same_run(tmp_path / "killed", tmp_path / "whole")
 

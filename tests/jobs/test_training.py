@@ -6,10 +6,10 @@ import os
 import shutil
 import signal
 import sys
-import time
 
 import pytest
 import torch
+from limits import wait_until
 from places import ZERO2
 from processes import free_port
 from safetensors.torch import load, load_file
@@ -220,11 +220,7 @@ def test_killed_runs_resume_to_the_same_weights_bit_for_bit(tmp_path, target):
 
 
 def kill_when(process, happened):
-    deadline = time.monotonic() + 240
-    while not happened():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+    wait_until(happened, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
 

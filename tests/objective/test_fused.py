@@ -11,6 +11,7 @@ import pytest
 import torch
 from distill_cases import STEPS, random_rows
 from distill_cases import WEIGHTS as WEIGHTS_OF_STEPS
+from limits import HANG_SECONDS
 from places import SUPPORT
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -152,7 +153,7 @@ def test_every_kernel_compiles_for_an_h100_without_spills_and_with_room_for_thre
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET")
     command = [sys.executable, str(SUPPORT / "compiled_kernels.py")]
-    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=120).stdout
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True, timeout=HANG_SECONDS).stdout
     kernels = json.loads(output)
     assert len(kernels) == 8
     for name, kernel in kernels.items():

@@ -61,7 +61,7 @@ class Computed:
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory) -> Computed:
     folder = tmp_path_factory.mktemp("tensor_parallel")
-    finish(launch(sys.executable, str(SUPPORT / "tensor_parallel_worker.py"), str(folder)), timeout=120)
+    finish(launch(sys.executable, str(SUPPORT / "tensor_parallel_worker.py"), str(folder)))
     files = {world: [folder / rank_file(world, rank) for rank in range(world)] for world in WORLDS}
     return Computed(
         {world: [load_file(path) for path in paths] for world, paths in files.items()},

@@ -10,6 +10,7 @@ import pytest
 import torch
 from family_run import run_recipe
 from family_targets import VOCABULARY, architecture, make_family_target, recipes, with_class
+from limits import HANG_SECONDS
 from places import FAMILIES, RECIPES, ROOT
 from safetensors.torch import load_file, save_file
 from sglang_case import capturing_server, cpu_environment, hook_of, largest_errors, target_behind
@@ -52,7 +53,12 @@ ROUNDS_MORE = ("kimi-k2.5", "gemma-4-31b", "gemma-4-26b-a4b", "qwen3-next-80b-a3
 def in_sglang(*command: str) -> list | dict:
     """What a process that imports SGLang prints in its last line."""
     run = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=sglang_environment(), capture_output=True, text=True, timeout=300
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=sglang_environment(),
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])

@@ -24,6 +24,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from limits import HANG_SECONDS, wait_until
 from places import LAUNCHERS
 from tiny_run import launch
 
@@ -205,7 +206,13 @@ def settings(**changes) -> Generation:
 
 
 def ask(
-    out: Path, rows: list[dict], *servers: Server, concurrency: int = 4, timeout: float = 20, lines=None, **changes
+    out: Path,
+    rows: list[dict],
+    *servers: Server,
+    concurrency: int = 4,
+    timeout: float = HANG_SECONDS,
+    lines=None,
+    **changes,
 ) -> Summary:
     source = write(out.with_name("prompts.jsonl"), *rows)
     conversations = read_conversations([source])
@@ -496,13 +503,13 @@ def test_an_endpoint_that_died_while_it_waited_for_work_puts_it_back(tmp_path, s
         with AnswerFile(tmp_path / "out.jsonl", asdict(settings())) as file:
             run = Regeneration([conversation], 1, file, settings(), print, print)
             run.queue = Queue(run.plans())
-            endpoint = Endpoint(url, None, "tiny", concurrency=1, timeout=20.0, patience=())
+            endpoint = Endpoint(url, None, "tiny", concurrency=1, timeout=HANG_SECONDS, patience=())
             work = await run.queue.take()
             waiting = asyncio.create_task(run.work(endpoint))
             await asyncio.sleep(0.01)
             endpoint.dead = "gone"
             await run.queue.end(work, again=True)
-            await asyncio.wait_for(waiting, 20)
+            await asyncio.wait_for(waiting, HANG_SECONDS)
             await endpoint.close()
             return run, work
 
@@ -539,7 +546,7 @@ def test_no_more_requests_are_in_flight_than_asked_for_and_no_more_conversations
 
     with serving(Server(seconds=0.1)) as server, Counting(tmp_path / "out.jsonl", asdict(settings())) as file:
         [url] = endpoint_urls([server.url])
-        endpoint = Endpoint(url, None, "tiny", concurrency=5, timeout=20.0)
+        endpoint = Endpoint(url, None, "tiny", concurrency=5, timeout=HANG_SECONDS)
         regenerate(drawing(), 60, file, [endpoint], settings(), print, print)
     assert server.most_at_a_time == 5 and most <= 6 and answered == 60
 
@@ -569,10 +576,7 @@ def test_after_a_kill_rows_are_neither_lost_nor_doubled_and_the_key_is_seen_nowh
         words = ("--data", source, "--out", str(out), "--endpoint", server.url, "--concurrency", "3")
         monkeypatch.setenv("OPENAI_API_KEY", KEY)
         process = launch(sys.executable, str(LAUNCHER), *words)
-        limit = time.monotonic() + 120
-        while not (out.exists() and out.read_bytes().count(b"\n") >= 10):
-            assert process.poll() is None and time.monotonic() < limit
-            time.sleep(0.01)
+        wait_until(lambda: out.exists() and out.read_bytes().count(b"\n") >= 10, process)
         server.seconds = 60.0  # so that it is in the middle when it is killed
         try:
             code, second = called_here(*words)

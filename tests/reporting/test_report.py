@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from limits import HANG_SECONDS
 from places import ZERO2
 from report_case import HOSTILE, SETS, STEPS, by_context, change, evaluation, started, write_json, write_run
 from tiny_run import conversations, make_target, metrics, write_recipe
@@ -517,7 +518,7 @@ def in_browser(tmp_path, page, width, script):
         f"--user-data-dir={tmp_path / 'c'}",
     ]
     command = [BROWSER, *options, "--window-size=1600,1000", "--dump-dom", outer.as_uri()]
-    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=HANG_SECONDS, check=True).stdout
     return html.unescape(re.search(r"<title>(.*)</title>", dom)[1])
 
 

@@ -62,7 +62,7 @@ def outcomes(folder, prefill_alone):
             with StoreWriter(store_of(folder, dtype, codec), PROVENANCE, encoding, shard_tokens=150) as writer:
                 for sample in samples:
                     writer.add(sample.id, sample.ids, sample.loss_mask, prefill_alone(dtype, sample.ids))
-    finish(launch(sys.executable, str(SUPPORT / "loader_worker.py"), str(folder)), timeout=120)
+    finish(launch(sys.executable, str(SUPPORT / "loader_worker.py"), str(folder)))
 
     def of_case(name, world):
         return [torch.load(outcome_of(folder, name, rank), weights_only=False) for rank in range(world)]

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 import torch
+from limits import HANG_SECONDS, wait_until
 from places import ROOT
 from store_cases import sample
 
@@ -241,19 +242,24 @@ def test_a_server_whose_job_is_gone_writes_nothing(tmp_path):
 
 
 HOLDER = """
-import sys, time
+import sys
 sys.path.insert(0, sys.argv[2])
 from eagle3.states.spool import Spool
 spool = Spool(sys.argv[1])
 (spool.path / "shard-00000000-00000.safetensors").write_bytes(b"rows")
 print(spool.job, flush=True)
-time.sleep(60)
+sys.stdin.read()
 """
 
 
 def test_what_a_killed_job_left_is_swept_by_the_next_and_a_live_job_is_left_alone(tmp_path):
     holders = [
-        subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path, str(ROOT)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDER, tmp_path, str(ROOT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(2)
     ]
     try:
@@ -273,6 +279,7 @@ def test_what_a_killed_job_left_is_swept_by_the_next_and_a_live_job_is_left_alon
         for holder in holders:
             holder.kill()
             holder.wait()
+            holder.stdin.close()
             holder.stdout.close()
 
 
@@ -384,7 +391,7 @@ def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_fre
         for one, states in reversed(pairs):
             feed(writer, requested(spool, one), one, states, [])
         for thread in threads:
-            thread.join(20)
+            thread.join(HANG_SECONDS)
         for rank, selection in enumerate(rows):
             for (_, states), got, each in zip(pairs, results[rank], selection, strict=True):
                 assert torch.equal(got.aux, states.aux[each]) and torch.equal(
@@ -540,11 +547,9 @@ def test_a_sample_that_is_read_before_its_server_answers_does_not_hold_up_the_ne
             servers = Servers([f"http://127.0.0.1:{server.server_port}"], spool.path, 1)
             producer = Producer(servers, spool, most_bytes=2**30, readers=1)
             for each in (one, other):
-                producer.ask(ticket_of(spool.job, each), each.ids, None, 10_000).result(20)
-            deadline = time.monotonic() + 10
-            while producer.samples and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert not producer.samples and sorted(path.name for path in spool.path.iterdir()) == [LOCK, RESERVE]
+                producer.ask(ticket_of(spool.job, each), each.ids, None, 10_000).result(HANG_SECONDS)
+            wait_until(lambda: not producer.samples)
+            assert sorted(path.name for path in spool.path.iterdir()) == [LOCK, RESERVE]
             producer.close()
             server.shutdown()
 
@@ -555,7 +560,7 @@ def test_a_mistake_in_the_thread_that_asks_ends_the_wait_of_who_asked(tmp_path):
     with Spool(tmp_path) as spool:
         producer = Producer(Servers(["http://127.0.0.1:9"], spool.path, 1), spool, most_bytes=2**30, readers=1)
         with pytest.raises(UserError, match="AttributeError.*this is a bug"):
-            producer.ask(ticket_of(spool.job, one), [1, 2, 3, 4], None, 10_000).result(30)
+            producer.ask(ticket_of(spool.job, one), [1, 2, 3, 4], None, 10_000).result(HANG_SECONDS)
         with pytest.raises(UserError, match="this is a bug"):
             SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one))
         producer.close()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 from places import ROOT, SUPPORT
 from store_cases import (
     FORK,
@@ -134,7 +135,7 @@ def test_a_full_disk_loses_the_shard_in_flight_and_no_more(tmp_path):
         pytest.skip("this machine lets nobody mount a small disk")
     environment = os.environ | {"PYTHONPATH": f"{SUPPORT}:{Path(__file__).parent}:{ROOT}"}
     command = [*namespace, "bash", "-c", SMALL_DISK, "_", str(tmp_path), str(SUPPORT), sys.executable]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert process.returncode == 0, process.stdout + process.stderr
     assert "stored" in process.stdout and "continued" in process.stdout
 
@@ -342,7 +343,7 @@ def test_two_writers_of_one_sample_leave_it_whole_and_a_repair_leaves_it_once(tm
         ready.acquire()
     go.set()
     for writer in writers:
-        writer.join(60)
+        writer.join(HANG_SECONDS)
         assert writer.exitcode == 0
     store = open_store(tmp_path)
     for number in range(30):
@@ -399,7 +400,7 @@ def test_writers_that_begin_a_store_at_the_same_time_agree_on_what_it_is(tmp_pat
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join(HANG_SECONDS)
     codes = [writer.exitcode for writer in writers]
     assert sorted(codes) == [0] * 4 + [3] * 4 and codes[::2] in ([0] * 4, [3] * 4)
 

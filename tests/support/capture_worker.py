@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from limits import NOTICED_SECONDS
 from places import LAUNCHERS
 from processes import begin_ranks
 
@@ -69,7 +70,10 @@ def dies_at_place(rank: int, place: str) -> None:
             and frame.f_code.co_qualname == "Watchdog.at"
             and frame.f_locals["place"].startswith(place)
         ):
-            time.sleep(2.5)
+            watchdog = frame.f_locals["self"]
+            latest = watchdog.count + 3  # by then, all have heard where this rank is
+            while watchdog.count < latest:
+                time.sleep(0.1)
             die()
 
     if int(os.environ["RANK"]) == rank:
@@ -108,9 +112,9 @@ def begin_capture(recipe: str, store: Path, *arguments: str, ranks: int = 1, man
     )
 
 
-def exit_codes(processes: list, seconds: float = 120) -> list[int | None]:
-    """Exit codes of the processes; None for those that are still there after so many seconds. Kills these."""
-    deadline = time.monotonic() + seconds
+def exit_codes(processes: list) -> list[int | None]:
+    """Exit codes of the processes; None for those that did not notice that their job has ended. Kills these."""
+    deadline = time.monotonic() + NOTICED_SECONDS
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     codes = [process.exitcode for process in processes]

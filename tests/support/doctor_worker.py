@@ -8,7 +8,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -59,7 +58,7 @@ def two_nodes(folder: Path) -> Iterator[tuple[str, Act]]:
         return act
 
     def sound(*arguments):
-        start_distributed(timeout=timedelta(seconds=60))
+        start_distributed()
         dist.barrier()
         began = time.monotonic()
         require_sound_start(*arguments)

@@ -9,7 +9,6 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 
 STEPS = 3
 PROVENANCE = {"target": "tiny"}
-TIMEOUT = timedelta(seconds=20)
 LENGTHS = [97, 3, 41, 1, 66, 18, 41, 120, 9, 30]
 ONE_TOKEN, UNSUPERVISED = 3, 4  # places in LENGTHS: the document of one token, and one without supervision
 
@@ -176,11 +174,11 @@ def run(folder: Path, world: int) -> None:
 
     cases = sorted((case for case in CASES if case.world == world), key=_sizes)
     for sizes, alike in itertools.groupby(cases, _sizes):  # form groups once per layout
-        topology = start_distributed(*sizes, timeout=TIMEOUT)
+        topology = start_distributed(*sizes)
         for case in alike:
             torch.save(load(case, topology), outcome_of(folder, case.name, dist.get_rank()))
     if world == 4:
-        topology = start_distributed(tensor=2, timeout=TIMEOUT)
+        topology = start_distributed(tensor=2)
         torch.save(agree(topology), outcome_of(folder, "agreement", dist.get_rank()))
     stop_distributed()
 

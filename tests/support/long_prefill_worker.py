@@ -4,7 +4,6 @@ each is from one process.
 python tests/support/long_prefill_worker.py FOLDER
 """
 
-import datetime
 import json
 import sys
 from functools import partial
@@ -38,7 +37,6 @@ from eagle3.parallel.topology import Topology, start_distributed, stop_distribut
 from eagle3.targets.long_prefill import LongPrefill
 from eagle3.targets.transformers import TransformersTarget
 
-TIMEOUT = datetime.timedelta(seconds=20)
 WORLD = 4
 # (Ulysses, ring); for layouts of two ranks there are two groups, each with its own documents
 LAYOUTS = ((2, 1), (4, 1), (1, 2), (1, 4), (2, 2))
@@ -201,7 +199,7 @@ def refusals(topology: Topology) -> dict[str, str]:
 
 def run(folder: Path) -> None:
     for ulysses, ring in LAYOUTS:
-        topology = start_distributed(1, ulysses, ring, timeout=TIMEOUT)
+        topology = start_distributed(1, ulysses, ring)
         # Two groups may do different things, since nothing may wait for a rank of the other group.
         lengths = LENGTHS[:: -1 if topology.data.rank() else 1]
         results = {"refusals": refusals(topology)}

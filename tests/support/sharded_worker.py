@@ -4,7 +4,6 @@ tests/parallel/test_sharded.py.
 python tests/support/sharded_worker.py FOLDER [name ...]
 """
 
-import datetime
 import json
 import sys
 import time
@@ -25,7 +24,6 @@ from zero2_course import COURSES, reference, run_course
 from eagle3.jobs.verify import read_case, run_case
 from eagle3.parallel.topology import start_distributed, stop_distributed
 
-TIMEOUT = datetime.timedelta(seconds=30)
 GOLDEN_CASES = ("dense", "ragged", "windowed")
 
 
@@ -43,7 +41,7 @@ def main(folder: Path, names: list[str]) -> None:
 
 def run(cases: list[Sharded], courses: list[Sharded], folder: Path) -> None:
     tensor, ulysses, ring, _ = (cases + courses)[0].sizes
-    topology = start_distributed(tensor, ulysses, ring, timeout=TIMEOUT)
+    topology = start_distributed(tensor, ulysses, ring)
     for case in cases:
         data = case.case()
         for dtype in dtypes(case):

@@ -4,7 +4,6 @@ tests/targets/test_target_sharding.py.
 python tests/support/sharding_worker.py FOLDER
 """
 
-import datetime
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.states.rows import deal_streams
 from eagle3.targets.logits import DraftColumns, ShardSummary
 
-TIMEOUT = datetime.timedelta(seconds=20)
 WORLDS = (2, 4)
 PADDING = 1e30  # fills the columns that are not tokens
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -121,7 +119,7 @@ def exchange(case: Dealt, group: ProcessGroup) -> dict[str, Tensor]:
 
 
 def work(world: int, folder: Path) -> None:
-    group = start_distributed(tensor=world, timeout=TIMEOUT).tensor
+    group = start_distributed(tensor=world).tensor
     results = {f"summary {rows.name}": summarize(rows, group) for rows in SUMMARIES}
     results |= {f"columns {case.name}": exchange(case, group) for case in EXCHANGES}
     flat = {f"{case} {name}": tensor for case, tensors in results.items() for name, tensor in tensors.items()}

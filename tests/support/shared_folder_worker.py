@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from limits import HANG_SECONDS, NOTICED_SECONDS
 from places import LAUNCHERS
 from processes import begin_ranks
 
@@ -30,7 +31,6 @@ import eagle3.jobs.train  # noqa: F401
 
 TRAIN = LAUNCHERS / "train.py"
 ENDLESS = ("training.max_steps=100000", "training.checkpoint_every=100000", "evaluation.every=100000")
-PATIENCE = 120
 
 
 class Run(NamedTuple):
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
     def end(self) -> tuple[int, str]:
         """The first rank's exit code and the output; all ranks have the same code."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + NOTICED_SECONDS
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         codes = {process.exitcode for process in self.processes}
@@ -52,7 +52,7 @@ class Run(NamedTuple):
         return codes.pop(), output
 
     def await_step(self, folder: Path, step: int = 1) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + HANG_SECONDS
         while f"step {step}/" not in self.log.read_text() or not (folder / "metrics.jsonl").exists():
             assert self.processes[0].is_alive() and time.monotonic() < deadline, self.log.read_text()
             time.sleep(0.01)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from limits import HANG_SECONDS
 
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.states.store.check import Findings, check_store
@@ -112,7 +113,7 @@ def run(work, *arguments) -> int:
     """Run the work in a separate process. Returns its exit code."""
     process = FORK.Process(target=work, args=arguments)
     process.start()
-    process.join(60)
+    process.join(HANG_SECONDS)
     return process.exitcode
 
 

@@ -4,7 +4,6 @@ tests/targets/test_teacher_logits.py.
 python tests/support/teacher_logits_worker.py FOLDER
 """
 
-import datetime
 import json
 import sys
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
 
 STEPS = 4
-TIMEOUT = datetime.timedelta(seconds=30)
 KINDS: tuple[TeacherKind, ...] = ("hidden", "logits")
 # What the target does to its logits: scale and cap.
 TRANSFORMS = {"plain": (1.0, None), "scaled": (0.3, None), "capped": (1.0, 2.5), "both": (1.7, 3.0)}
@@ -84,7 +82,7 @@ def execute(run: Run, topology: Topology, sharding: SequenceSharding) -> Trained
 
 def work(layout: str, folder: Path) -> None:
     tensor, ulysses = LAYOUTS[layout]
-    topology = start_distributed(tensor, ulysses, timeout=TIMEOUT)
+    topology = start_distributed(tensor, ulysses)
     for run in filter(on_two_ranks, runs()):
         trained = execute(run, topology, SequenceSharding(ulysses, query_block=4))
         if dist.get_rank() == 0:

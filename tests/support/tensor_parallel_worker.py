@@ -3,7 +3,6 @@
 python tests/support/tensor_parallel_worker.py FOLDER
 """
 
-import datetime
 import os
 import sys
 from collections.abc import Iterator
@@ -27,7 +26,6 @@ from eagle3.objective.distill import BLOCK_BYTES, LossBlocks, StepWeights, Teach
 from eagle3.objective.fused import FUSED
 from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
 
-TIMEOUT = datetime.timedelta(seconds=20)
 WORLDS = (2, 4)
 DTYPES = (torch.float64, torch.float32)
 SIXTEEN_ROWS = 16 * loss_row_bytes(STEPS, 64, HIDDEN, torch.float64)  # for one process
@@ -217,7 +215,7 @@ def refusal(topology: Topology) -> str:
 
 
 def work(world: int, folder: Path) -> None:
-    topology = start_distributed(tensor=world, timeout=TIMEOUT)
+    topology = start_distributed(tensor=world)
     results = {}
     for dtype in DTYPES:
         for name in case_names(dtype):

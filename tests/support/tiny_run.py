@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from limits import HANG_SECONDS
 from places import ROOT
 from processes import free_port
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -132,10 +133,10 @@ def deepspeed(processes: int) -> tuple[str, ...]:
     return "deepspeed", "--num_gpus", str(processes), "--master_port", str(free_port())
 
 
-def finish(process: subprocess.Popen, code: int = 0, timeout: float = 240) -> str:
+def finish(process: subprocess.Popen, code: int = 0) -> str:
     """The process's output, once it has ended with exit code `code`."""
     try:
-        output, _ = process.communicate(timeout=timeout)
+        output, _ = process.communicate(timeout=HANG_SECONDS)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)  # and the ranks it has started
         raise

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from limits import NOTICED_SECONDS
 from processes import begin_ranks
 
 from eagle3.errors import SharedUserError, UserError
@@ -21,13 +22,11 @@ from eagle3.parallel.topology import Topology, patient, start_distributed, stop_
 from eagle3.parallel.watchdog import Watchdog
 
 RANKS = 3
-SILENT, ASLEEP, HANGS = 5.0, 7.0, 8.0
-PATIENCE = datetime.timedelta(seconds=4)  # for the job to form, and for collectives in cases in WORKING
+# Far longer than a heartbeat or a small collective takes on a busy machine.
+SILENT, ASLEEP, HANGS = 10.0, 14.0, 15.0
+PATIENCE = datetime.timedelta(seconds=10)  # for the job to form, and for collectives in cases in WORKING
 # The node of each rank, for cases with several nodes.
 NODES = {"killed elsewhere": "011", "first killed elsewhere": "011", "stopped": "012", "asleep": "012"}
-# By when all ranks should have ended. CONNECT, the longest wait of a rank whose store has gone, is a minute; without
-# limits of their own, collectives would wait for 30.
-LATEST = 150.0
 # Cases that end before there is a watchdog.
 FORMING = ("never comes", "dies while the job forms", "dies before the watchdog")
 WORKING = ("first works", "first works and dies", "works for long")
@@ -87,16 +86,18 @@ def work(case: str, rank: int, topology: Topology, watchdog: Watchdog) -> None:
         time.sleep(0.7 * rank)
         raise SharedUserError("all ranks make it")
     if case == "asleep":
-        time.sleep(2.5)
+        await_hearing(watchdog)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(30.0)
+        load_for_ever()
     try:  # as training does
         with watchdog.watching():
             for step in range(10 if case == "sound" else 1):  # in all, a sound job takes longer than HANGS
                 watchdog.at(f"step {step}, stream 1 of 2")
-                time.sleep(1.0 if case == "sound" else 2.5)  # several heartbeats
+                if case == "sound":
+                    time.sleep(0.12 * HANGS)
                 if rank == (0 if case in FIRST else 1):
+                    await_hearing(watchdog)
                     misbehave(case)
                 add_up()
         if case.startswith("first works"):
@@ -119,6 +120,14 @@ def work_alone(case: str, watchdog: Watchdog) -> None:
     if case == "first works and dies":
         die()
     watchdog.first_is_done()
+
+
+def await_hearing(watchdog: Watchdog) -> None:
+    """Returns once all ranks have heard where this one is."""
+    for beats in (1, 2):  # this rank sends where it is; then the others look
+        counts = {rank: watchdog._heard_of(rank).count + beats for rank in range(RANKS)}
+        while any(watchdog._heard_of(rank).count < count for rank, count in counts.items()):
+            time.sleep(0.1)
 
 
 def misbehave(case: str) -> None:
@@ -151,7 +160,7 @@ if __name__ == "__main__":
     stopped = {"stopped": 1, "asleep": 1, "first stopped": 0}
     waited_for = [process for case in jobs for rank, process in enumerate(jobs[case]) if stopped.get(case) != rank]
     for process in waited_for:
-        process.join(max(0.0, began + LATEST - time.monotonic()))
+        process.join(max(0.0, began + NOTICED_SECONDS - time.monotonic()))
     for case, processes in jobs.items():
         late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
         for process in processes:

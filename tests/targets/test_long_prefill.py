@@ -45,7 +45,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 def computed(tmp_path_factory):
     """The folder with what every layout computed, all of them in one launch."""
     folder = tmp_path_factory.mktemp("long_prefill")
-    finish(launch(sys.executable, str(SUPPORT / "long_prefill_worker.py"), str(folder)), timeout=200)
+    finish(launch(sys.executable, str(SUPPORT / "long_prefill_worker.py"), str(folder)))
     return folder
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from limits import HANG_SECONDS
 from places import SUPPORT
 
 # Keys that a query sees, its own included, under a flag of N, as the table in docs/windows.md has it.
@@ -21,7 +22,7 @@ QUERIES = 4
 def test_backends_show_a_query_as_many_keys_as_the_table_says():
     worker = [sys.executable, str(SUPPORT / "sglang_windows_worker.py"), json.dumps(CASES), str(QUERIES)]
     interpreted = {**os.environ, "TRITON_INTERPRET": "1"}
-    process = subprocess.run(worker, env=interpreted, capture_output=True, text=True, timeout=120)
+    process = subprocess.run(worker, env=interpreted, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert process.returncode == 0, process.stderr[-2000:]
     for (prefix, window), keys in zip(CASES, json.loads(process.stdout.splitlines()[-1]), strict=True):
         for backend, kinds in TABLE.items():

@@ -33,7 +33,7 @@ class Ranks(NamedTuple):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> Ranks:
     folder = tmp_path_factory.mktemp("sharding")
-    finish(launch(sys.executable, str(SUPPORT / "sharding_worker.py"), str(folder)), timeout=120)
+    finish(launch(sys.executable, str(SUPPORT / "sharding_worker.py"), str(folder)))
     return Ranks({world: [load_file(folder / rank_file(world, rank)) for rank in range(world)] for world in WORLDS})
 
 

@@ -49,7 +49,7 @@ class Computed(NamedTuple):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("teacher")
-    finish(launch(sys.executable, str(SUPPORT / "teacher_logits_worker.py"), str(folder)), timeout=180)
+    finish(launch(sys.executable, str(SUPPORT / "teacher_logits_worker.py"), str(folder)))
     return folder
 
 

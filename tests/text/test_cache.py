@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from limits import HANG_SECONDS
 from prepare_cases import OPTIONS, byte_tokenizer, packed, prepare, prepared, write_set
 
 from eagle3.console import Warned
@@ -71,7 +72,7 @@ def run(work: Callable[..., None], *arguments: object) -> int:
     """Runs the work in a separate process, which may be killed. Returns the exit code."""
     process = FORK.Process(target=work, args=arguments)
     process.start()
-    process.join(60)
+    process.join(HANG_SECONDS)
     return process.exitcode
 
 
@@ -224,7 +225,7 @@ def test_processes_that_find_the_same_damage_at_the_same_time_all_get_the_right_
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(HANG_SECONDS)
     assert [rank.exitcode for rank in ranks] == 4 * [0]
     assert prepared(tmp_path, tokenizer, *ANSWERS).summary.cached
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from limits import HANG_SECONDS
 from report_case import write_run
 from tiny_run import TEMPLATE, write_recipe
 
@@ -291,7 +292,7 @@ def test_a_process_that_cannot_be_interrupted_is_ended_and_its_rows_are_named(to
     """Comparing two such lists takes 2**60 steps of C code, which does not check for signals."""
     process = multiprocessing.get_context("fork").Process(target=_render_what_cannot_be_interrupted, args=(tokenizer,))
     process.start()
-    process.join(60)
+    process.join(HANG_SECONDS)
     assert process.exitcode == -signal.SIGVTALRM
     line = str(encode._died(process, [ROW, ROW], 2))
     assert line.startswith("rows.jsonl:3 to rows.jsonl:3: the chat template did not end")

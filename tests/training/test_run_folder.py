@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 from places import ZERO2
 from safetensors.torch import load, load_file
 from tiny_run import finish, launch, make_target, metrics, write_recipe
@@ -112,7 +113,7 @@ def shared(tmp_path_factory, target):
     for folder in folders.values():
         folder.mkdir()
     recipes = [str(write_recipe(folder, target, output={"check_export": False})) for folder in folders.values()]
-    output = finish(launch(sys.executable, "tests/support/shared_folder_worker.py", *recipes), timeout=600)
+    output = finish(launch(sys.executable, "tests/support/shared_folder_worker.py", *recipes))
     return json.loads(output.splitlines()[-1]), folders
 
 
@@ -192,7 +193,7 @@ def test_who_holds_a_folder_is_said_and_a_stranger_cannot_say_more_than_a_line(t
     began = time.monotonic()
     with pytest.raises(UserError, match="another run writes this folder"):
         Claim(tmp_path, "n2")
-    assert PATIENCE <= time.monotonic() - began < PATIENCE + 5
+    assert time.monotonic() - began >= PATIENCE
     with pytest.raises(UserError, match="no longer this run's .taken by"):
         claim.require()
     (tmp_path / CLAIM).unlink()
@@ -225,7 +226,7 @@ def test_claims_that_come_and_go_together_never_overlap(tmp_path):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(HANG_SECONDS)
     assert [process.exitcode for process in processes] == [0] * 4
     assert not alone.exists() and not list(folder.glob("*"))
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import wandb
+from limits import HANG_SECONDS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -114,7 +115,11 @@ def test_weights_and_biases_without_a_valid_key_is_refused_before_anything_is_mo
         ({"WANDB_API_KEY": 5 * "a"}, True),
     ):
         process = subprocess.run(
-            [sys.executable, "-c", program], env={**environment, **more}, capture_output=True, text=True, timeout=120
+            [sys.executable, "-c", program],
+            env={**environment, **more},
+            capture_output=True,
+            text=True,
+            timeout=HANG_SECONDS,
         )
         assert (process.returncode == 1) == refused and (
             "run `wandb login`, set WANDB_MODE=offline" in process.stderr
