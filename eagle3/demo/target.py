@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3.console import Progress, Warned, waiting
+from eagle3.demo.saved import read_saved, write_saved
 from eagle3.demo.training import TRAINED_BY, measure_language_model, train_language_model
 from eagle3.durable import file_digest
 from eagle3.errors import UserError
@@ -67,8 +68,8 @@ def demo_target(
     target's own greedy answers, of at most `answer_tokens` tokens, to up to `answers` opening questions of each set
     (answers.jsonl, held_out_answers.jsonl). The draft learns from these, because it has to predict what its target
     says. The folder's name is a hash of the rows, the parameters and the libraries' versions. The folder appears by a
-    rename, so that a killed run leaves nothing half-made. A cached folder is compared with its digests, and made again
-    if a file does not match.
+    rename; what a stopped process has done stays beside it, and the next one goes on from there, bit for bit. A cached
+    folder is compared with its digests, and made again if a file does not match.
 
     In conversations, tokens beyond `context` are cut off; files are cut into pieces. Weights are the same for the same
     arguments, device and number of threads.
@@ -101,7 +102,7 @@ def demo_target(
             "target's folder as model.target"
         )
     # If another process was faster, its model is just as good.
-    with replacing_folder(folder, partial(opens, partial(_open, key=folder.name))) as temporary:
+    with replacing_folder(folder, partial(opens, partial(_open, key=folder.name)), resumable=True) as temporary:
         record = _make(temporary, rows, held_out, demo, torch.device(device), report)
         (temporary / RECORD).write_text(json.dumps(sealed(record, folder.name), indent=1), encoding="utf-8")
     return _open(folder, folder.name)._replace(cached=False)
@@ -184,7 +185,8 @@ def _make(
         f"demo target: {model.num_parameters() / 1e6:.1f}M parameters, {sum(map(len, documents)):,} tokens of text, "
         f"{demo.steps} steps of up to {demo.batch_tokens} tokens"
     )
-    loss = train_language_model(model, documents, demo, report, short=short_documents)
+    saved = folder.parent  # goes with the temporary folder
+    loss = train_language_model(model, documents, demo, report, short_documents, saved / "training")
     held_out_loss, accuracy = measure_language_model(model, held_out_documents, demo.batch_tokens, report)
     seconds = time.monotonic() - start
     report(
@@ -199,7 +201,7 @@ def _make(
         if "text" in source[0]:
             continue  # files have no questions
         questions = [conversation["messages"][0] for conversation in _spread(source, demo.answers)]
-        answers = greedy_answers(model, tokenizer, questions, demo.answer_tokens, report)
+        answers = greedy_answers(model, tokenizer, questions, demo.answer_tokens, report, saved / name)
         text = "".join(json.dumps({"messages": messages}) + "\n" for messages in answers)
         (folder / name).write_text(text, encoding="utf-8")
     return {
@@ -277,20 +279,26 @@ def greedy_answers(
     questions: list[dict],
     new_tokens: int,
     report: Callable[[str], None],
+    saved: Path,
 ) -> list[list[dict]]:
     """Answer each opening message greedily. Returns [question, answer] in the questions' order.
 
     An answer longer than `new_tokens` is cut off. Empty answers, which teach nothing, are left out.
+
+    saved: file for the answers so far; batches whose answers are in it are not asked again
     """
     prompts = [
         tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True) for question in questions
     ]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    answers: dict[int, str] = {}
+    earlier = json.loads(read_saved(saved, report) or b"{}")
+    answers = {int(index): text for index, text in earlier.items()}
     report(f"answering {len(order):,} questions")
     progress = Progress(report, "answering", len(order), "questions")
     for start in range(0, len(order), BATCH):
         indices = order[start : start + BATCH]
+        if indices[0] in answers:
+            continue
         batch = tokenizer(
             [prompts[index] for index in indices],
             return_tensors="pt",
@@ -302,6 +310,7 @@ def greedy_answers(
         ids = model.generate(**batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
         texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         answers.update(zip(indices, texts, strict=True))
+        write_saved(saved, json.dumps(answers).encode())
         progress.advance(len(indices))
     return [
         [question, {"role": "assistant", "content": answers[index]}]

@@ -1,21 +1,26 @@
 """Train the demo target, a small language model, on a few cores: batches with little padding, Muon, linear decay."""
 
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import load, save
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaForCausalLM
 
 from eagle3.console import Progress
+from eagle3.demo.saved import read_saved, write_saved
 from eagle3.recipe.schema import Demo
 
 WINDOW = 1024  # documents sorted by length together, so that batches have little padding
 IGNORED = -100  # a label that transformers' loss ignores
 WARMUP_FRACTION = 0.05
+SAVE_SECONDS = 20.0  # between two saved states
 
 
 class Batch(NamedTuple):
@@ -38,9 +43,13 @@ def train_language_model(
     demo: Demo,
     report: Callable[[str], None],
     short: Sequence[torch.Tensor] = (),
+    saved: Path | None = None,
 ) -> float:
     """Train the model in place on `documents` (int64 [T] each) with the settings in `demo` (TRAINED_BY). The first
-    `short_steps` steps train on `short`. Returns the mean loss of the last tenth of the steps, in nats per token."""
+    `short_steps` steps train on `short`. Returns the mean loss of the last tenth of the steps, in nats per token.
+
+    saved: file for the state now and then, from which the training goes on, bit for bit, if it is there
+    """
     batch_tokens, steps, seed = demo.batch_tokens, demo.steps, demo.seed
     matrices = [weight for name, weight in model.named_parameters() if weight.ndim == 2 and ".layers." in name]
     others = [weight for name, weight in model.named_parameters() if weight.ndim != 2 or ".layers." not in name]
@@ -48,21 +57,56 @@ def train_language_model(
         Muon(matrices, lr=demo.learning_rate),
         torch.optim.AdamW(others, lr=demo.adam_learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: rate(step, steps)) for each in optimizers]
     short_batches = islice(batches(short, batch_tokens, seed), demo.short_steps) if demo.short_steps else ()
     batch_stream = chain(short_batches, batches(documents, batch_tokens, seed))
-    losses, progress = [], Progress(report, "demo target", steps, "steps")
-    for step, batch in enumerate(islice(batch_stream, steps), 1):
+    losses = _restored(saved, model, optimizers, report) if saved else []
+    before, saved_at, progress = len(losses), time.monotonic(), Progress(report, "demo target", steps, "steps")
+    for step, batch in enumerate(islice(batch_stream, before, steps), before + 1):
         loss = model(input_ids=batch.ids.to(model.device), labels=batch.labels.to(model.device), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+        for optimizer, top_rate in zip(optimizers, (demo.learning_rate, demo.adam_learning_rate), strict=True):
+            optimizer.param_groups[0]["lr"] = top_rate * rate(step - 1, steps)
             optimizer.step()
-            schedule.step()
             optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
-        progress.at(step, extra=f"loss {torch.stack(losses[-20:]).mean().item():.3f}")
+        if saved and (step == steps or time.monotonic() - saved_at > SAVE_SECONDS):
+            write_saved(saved, save(_state(model, optimizers, losses)))
+            saved_at = time.monotonic()
+        progress.at(step, free=before, extra=f"loss {torch.stack(losses[-20:]).mean().item():.3f}")
     return torch.stack(losses[-math.ceil(steps / 10) :]).mean().item()
+
+
+def _state(
+    model: LlamaForCausalLM, optimizers: Sequence[torch.optim.Optimizer], losses: list[torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """All that the next step depends on."""
+    state = {f"model/{name}": weight for name, weight in model.state_dict().items()}
+    for number, optimizer in enumerate(optimizers):
+        for index, values in optimizer.state_dict()["state"].items():
+            state |= {f"{number}/{index}/{name}": value for name, value in values.items()}
+    return state | {"losses": torch.stack(losses)}
+
+
+def _restored(
+    saved: Path, model: LlamaForCausalLM, optimizers: Sequence[torch.optim.Optimizer], report: Callable[[str], None]
+) -> list[torch.Tensor]:
+    """Restores the saved state, if there is one. Returns the losses of the steps that it has behind it."""
+    content = read_saved(saved, report)
+    if content is None:
+        return []
+    state = load(content)
+    losses = list(state.pop("losses").to(model.device))
+    weights = [name for name in state if name.startswith("model/")]
+    model.load_state_dict({name.removeprefix("model/"): state.pop(name) for name in weights})
+    states: list[dict] = [{} for _ in optimizers]
+    for name, value in state.items():
+        number, index, key = name.split("/")
+        states[int(number)].setdefault(int(index), {})[key] = value
+    for optimizer, values in zip(optimizers, states, strict=True):
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": values})
+    report(f"demo target: goes on after step {len(losses):,}, where it was stopped")
+    return losses
 
 
 def rate(step: int, steps: int) -> float:

@@ -93,6 +93,11 @@ def config_values(name: str, revision: str | None) -> dict:
         raise UserError(
             f"target {name!r}: its config.json {flaw}; fix it, or name the folder of another checkpoint in model.target"
         )
+    if "draft_vocab_size" in values or "eagle" in str(values.get("architectures")).lower():
+        raise UserError(
+            f"target {name!r}: is a draft, not a target; name the model that it drafts for in model.target, and the "
+            "draft in model.draft.init_from to train it further, or with --draft to judge it"
+        )
     return values
 
 

@@ -22,7 +22,7 @@ LOCK = "owner.lock"  # holds the host's name
 # Temporary names of tokenised data, downloads and demo targets.
 OURS = re.compile(r"\.([0-9a-f]{32}|.+-[0-9a-f]{16}\.jsonl|demo-target-[0-9a-f]{16})\.[a-z0-9_]{8}")
 # Such a folder outlives its owner, so that the next process on that host can go on with what is in it.
-UNFINISHED = re.compile(r"\.[0-9a-f]{32}\.[A-Za-z0-9_-]*\.unfinished")
+UNFINISHED = re.compile(r"\.([0-9a-f]{32}|demo-target-[0-9a-f]{16})\.[A-Za-z0-9_-]*\.unfinished")
 QUIET_SECONDS = 86_400.0
 
 

@@ -15,7 +15,7 @@ from eagle3.text.datasets import SLICE, DatasetSource, downloaded_rows, is_datas
 from eagle3.text.rows import KINDS, LISTED, UNKNOWN_ROLE, Malformed, MalformedRows, by_reason, file_rows, first_readable
 from eagle3.text.standard_library import SOURCES
 
-FORMS = "`messages` (role, content), `conversations` (from, value) or `text`"
+FORMS = "`messages` (role, content), `conversations` (from, value), `instruction` and `output`, or `text`"
 # Keys under which data sets keep an assistant's reasoning: Qwen3's and SGLang's, vLLM's, gpt-oss's. We use the first.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 # ShareGPT's role names and similar ones; OpenAI's map to themselves.
@@ -78,7 +78,7 @@ def iterate_conversations(
     - `preset:NAME` (see eagle3.text.datasets) or a dataset id, both optionally with `@revision`; an id names a split
       other than "train" as `owner/name:split`
 
-    A row has `messages` (OpenAI), `conversations` (ShareGPT) or `text`.
+    A row has `messages` (OpenAI), `conversations` (ShareGPT), `instruction` and `output` (Alpaca) or `text`.
 
     limit: stop after this many conversations
     malformed: counts the malformed rows, and decides whether they are left out or refused at the end; default: refused
@@ -117,8 +117,8 @@ def iterate_conversations(
             raise UserError(f"{source}: holds no rows; give data with at least one conversation")
         if count == start and malformed.drop:
             raise UserError(
-                f"{source}: no row can be read ({by_reason(flaws)}); give other data, or leave out "
-                f"{malformed.setting} to see what is wrong"
+                f"{source}: no row can be read ({by_reason(flaws)}); convert it to a form of docs/data.md, or give "
+                "other data"
             )
         progress.end()
     if malformed.refused:
@@ -172,20 +172,32 @@ def _conversation(origin: str, row: Any) -> Conversation:
     if isinstance(row, Malformed):
         raise row
     _require(row, dict, "not an object", "the row", f"an object with {FORMS}")
-    for key in ("messages", "conversations"):
-        if row.get(key) is not None:
-            _require(row[key], list, f"{key}: not a list", key, "a list of messages")
-            messages = [_message(f"{key}[{index}]", message) for index, message in enumerate(row[key])]
-            if key == "conversations" and row.get("system"):
-                messages.insert(0, {"role": "system", "content": _content("system", row["system"])})
-            return Conversation(origin, tuple(messages), None, _tools(row.get("tools")))
+    key = next((key for key in ("messages", "conversations") if row.get(key) is not None), None)
+    if key is None and row.get("instruction") is not None and row.get("output") is not None:
+        row, key = {**row, "conversations": _alpaca_turns(row)}, "conversations"
+    if key:
+        _require(row[key], list, f"{key}: not a list", key, "a list of messages")
+        messages = [_message(f"{key}[{index}]", message) for index, message in enumerate(row[key])]
+        if key == "conversations" and row.get("system"):
+            messages.insert(0, {"role": "system", "content": _content("system", row["system"])})
+        return Conversation(origin, tuple(messages), None, _tools(row.get("tools")))
     if row.get("text") is not None:
         _require(row["text"], str, "text: not a string", "text", "a string")
         return Conversation(origin, None, row["text"])
     raise Malformed(
-        "neither messages, conversations nor text",
+        "none of the forms that are read",
         f"the row has the keys {shown(sorted(row), 200)} and none of {FORMS}",
     )
+
+
+def _alpaca_turns(row: dict) -> list[dict]:
+    """A row of the Alpaca form as ShareGPT's turns; `input` may be missing or empty. Raises Malformed."""
+    for key in ("instruction", "input", "output"):
+        _require(row.get(key) or "", str, f"{key}: not a string", key, "a string")
+    if row.get("history"):
+        raise Malformed("history: not read", "history: earlier turns are not read in this form; write `messages`")
+    question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
+    return [{"from": "user", "value": question}, {"from": "assistant", "value": row["output"]}]
 
 
 def _require(value: Any, kind: type, reason: str, where: str, expected: str) -> None:

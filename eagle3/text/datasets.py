@@ -32,8 +32,8 @@ DATASET = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w-][\w.-]*)?)(:(?P<split>\w+))?(@(
 # The same with a slice in the notation of the `datasets` library: `owner/name:train[:10]`.
 SLICE = re.compile(DATASET.pattern + r"\[.*\].*")
 PRESET = re.compile(r"preset:[^:@]*(?P<held_out>:held_out)?(@(?P<revision>.+))?")
-HOLDS_ROW = ("messages", "conversations", "text")  # a row has one of these
-READ = (*HOLDS_ROW, "system", "tools")  # the columns read from a row
+HOLDS_ROW = ("messages", "conversations", "text", "instruction")  # a row has one of these
+READ = (*HOLDS_ROW, "input", "output", "history", "system", "tools")  # the columns read from a row
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Malformed rows are counted by reason, and either listed in one error or left out
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -64,15 +64,15 @@ class MalformedRows:
     def refusal(self, sources: list[str], rows: int) -> UserError:
         """The error that lists the malformed rows. rows: number of rows read, including malformed ones."""
         count = self.counts.total()
-        remedy = f", or leave malformed rows out with {self.setting}" if self.setting else ""
+        remedy = f", or leave malformed rows out with {self.setting}" if self.setting and rows > 1 else ""
         if count == 1:
             return UserError(f"{self.first[0]}; fix the row{remedy}")
-        heading = f"; the first {LISTED} are" if count > LISTED else ""
         if count == rows and UNKNOWN_ROLE not in self.counts:  # a row with an unknown role has the right form
             remedy = (
-                "; no row can be read, so the files may be of another form: .jsonl has an object on each line, .json "
-                "one list of them, both in UTF-8 (docs/data.md)"
+                "; no row can be read, so the files may be of another form: a list of objects, or an object on each "
+                "line, in UTF-8 (docs/data.md)"
             )
+        heading = f"; the first {LISTED} are" if count > LISTED else ""
         return UserError(
             f"{', '.join(sources)}: {count:,} of {rows:,} rows read are malformed ({by_reason(self.counts)}){heading}",
             *self.first,
@@ -115,15 +115,27 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (origin, row or Malformed) for each row of a file whose suffix is one of KINDS. Raises UserError if the
     file cannot be read or its rows cannot be separated."""
     try:
-        yield from {".json": _json_rows, ".jsonl": _line_rows, ".parquet": _parquet_rows}[path.suffix](path)
+        if path.suffix == ".parquet":
+            yield from _parquet_rows(path)
+        elif path.suffix == ".json" or _begins_list(path):
+            yield from _json_rows(path)
+        else:
+            yield from _line_rows(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); check its rights and its disk") from error
 
 
+def _begins_list(path: Path) -> bool:
+    """Whether the file begins as a JSON list does, whatever its name says; a row is an object."""
+    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+        return file.read(1000).lstrip().startswith("[")
+
+
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read a file that holds a list of rows, a single row or, despite its name, one row per line."""
+    """Read a file that holds a list of rows, a single row or one row per line, whatever its name says."""
     text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
     content = _value(text, line=1)
+    most = 1 if text.lstrip().startswith("[") else None  # a damaged list may have whole rows on lines further down
     if not isinstance(content, Malformed):
         for number, row in enumerate(content if isinstance(content, list) else [content], 1):
             yield f"{path} row {number}", row
@@ -132,7 +144,7 @@ def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
         for number, (start, stop) in enumerate(elements, 1):
             line, position = line + text.count("\n", position, start), start
             yield f"{path} row {number}", _value(text[start:stop], line)
-    elif not text.lstrip().startswith("[") and any(isinstance(row, dict) for _, row in _line_rows(path)):
+    elif any(isinstance(row, dict | list) for _, row in islice(_line_rows(path), most)):
         yield from _line_rows(path)
     else:
         raise UserError(f"{path}: {content.detail}, so its rows cannot be separated; fix the file")

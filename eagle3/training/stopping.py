@@ -59,7 +59,8 @@ class StopSignals:
         if not self.stepping:
             raise RunStopped(
                 number,
-                "outside the training steps: checkpoints are whole, and what was in progress will start over",
+                "outside the training steps: every checkpoint that was written is whole, and what was in progress "
+                "starts over, or goes on where it was last saved",
                 together=False,
             )
 

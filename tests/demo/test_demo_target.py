@@ -137,17 +137,42 @@ def test_the_same_arguments_give_the_same_weights_and_leave_the_callers_random_s
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_a_run_stopped_half_way_leaves_no_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("eagle3.console.QUIET_SECONDS", 0.0)
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_run_stopped_half_way_goes_on_where_it_was_to_the_same_target(tmp_path, monkeypatch, damaged):
+    """It is stopped in its training, and again between two batches of answers. A damaged state is told and made
+    again."""
+    for name in ("QUIET_SECONDS", "FIRST_GAP", "LAST_GAP"):
+        monkeypatch.setattr(f"eagle3.console.{name}", 0.0)
+    monkeypatch.setattr("eagle3.demo.training.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("eagle3.demo.target.BATCH", 2)
 
-    def stop(line):
-        if " steps, loss " in line:
-            raise KeyboardInterrupt
+    def stop_at(text):
+        def report(line):
+            lines.append(line)
+            if text in line:
+                raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        _demo(tmp_path, stop)
-    assert list(tmp_path.iterdir()) == []
-    assert not _demo(tmp_path).cached
+        return report
+
+    changes = {"steps": 9, "short_context": 8, "short_steps": 4, "answers": 6}
+    whole, lines = _demo(tmp_path / "whole", **changes), []
+    for text in ("demo target: 3/9 steps", "answering: 2/6 questions"):
+        with pytest.raises(KeyboardInterrupt):
+            _demo(tmp_path / "cut", stop_at(text), **changes)
+        (left,) = (tmp_path / "cut").iterdir()
+        assert left.name.startswith(f".{whole.folder.name}.") and left.name.endswith(".unfinished")
+    if damaged:
+        content = bytearray((left / "training").read_bytes())
+        content[len(content) // 2] ^= 1
+        (left / "training").write_bytes(content)
+    cut = _demo(tmp_path / "cut", lines.append, **changes)
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == [cut.folder.name] == [whole.folder.name]
+    files = {path.name: path.read_bytes() for path in whole.folder.iterdir() if path.name != RECORD}
+    assert files == {path.name: path.read_bytes() for path in cut.folder.iterdir() if path.name != RECORD}
+    assert (cut.loss, cut.held_out_loss) == (whole.loss, whole.held_out_loss)
+    steps = [line.split()[2] for line in lines if " steps, loss " in line]
+    assert steps[:9] == [f"{step}/9" for step in range(1, 10)] and (len(steps) > 9) == damaged
+    assert any(isinstance(line, Warned) and "does not fit its digest" in line for line in lines) == damaged
 
 
 def test_what_a_killed_run_left_is_not_taken_for_a_target(tmp_path):

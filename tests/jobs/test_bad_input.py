@@ -198,8 +198,8 @@ def test_held_out_samples_that_are_trained_on_are_warned_of(recipe, topology):
 
 
 def test_rows_of_which_none_can_be_read_are_of_another_form(recipe, topology):
-    data = recipe.parent / "list.jsonl"
-    data.write_text(json.dumps(conversations(3), indent=0), encoding="utf-8")
+    data = recipe.parent / "other.jsonl"
+    data.write_text("".join(json.dumps({"chat": row}) + "\n" for row in conversations(3)), encoding="utf-8")
     with pytest.raises(UserError, match="no row can be read, so the files may be of another form") as caught:
         inputs_of(load_recipe(recipe, [f"data.train=[{data}]"]), topology.device, print)
     assert "data.malformed=drop" not in str(caught.value)

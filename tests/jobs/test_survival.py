@@ -100,7 +100,7 @@ def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, reci
     (early,) = [launch(*command, f"output.dir={tmp_path / 'early'}", "--stop-code", "75")]
     early.stdout.readline()
     os.kill(early.pid, signal.SIGTERM)
-    assert "what was in progress will start over" in finish(early, 75)
+    assert "every checkpoint that was written is whole, and what was in progress starts over" in finish(early, 75)
 
 
 @pytest.mark.slow

@@ -45,6 +45,28 @@ def test_every_file_kind_gives_the_same_conversations_and_names_their_origin(tmp
     )
 
 
+def test_a_list_is_read_as_one_whatever_its_file_is_called(tmp_path):
+    """A list named .jsonl was refused as lines that are no objects; a list on each line is still refused as such."""
+    for number, indent in enumerate((None, 1)):
+        path = tmp_path / f"list{number}.jsonl"
+        path.write_text("\n " + json.dumps([OPENAI, OPENAI], indent=indent))
+        rows = read_conversations([str(path)])
+        assert [row.messages for row in rows] == [EXPECTED] * 2 and rows[1].origin == f"{path} row 2"
+    with pytest.raises(UserError, match="3 of 3 rows .*not an object"):
+        read_conversations([jsonl(tmp_path / "lists.jsonl", *[OPENAI["messages"]] * 3)])
+
+
+def test_an_alpaca_row_is_a_question_and_its_answer(tmp_path):
+    row = {"instruction": "Hi", "input": "", "output": "Yes", "text": "### Instruction: Hi ### Response: Yes"}
+    assert only(tmp_path / "a.jsonl", row).messages == EXPECTED
+    row = {"instruction": "Add", "input": "1 1", "output": "2", "system": "Be brief."}
+    contents = [message["content"] for message in only(tmp_path / "a.jsonl", row).messages]
+    assert contents == ["Be brief.", "Add\n\n1 1", "2"]
+    for change, reason in ({"output": 2}, "output is 2, not a string"), ({"history": [["a", "b"]]}, "history: earlier"):
+        with pytest.raises(UserError, match=reason):
+            only(tmp_path / "a.jsonl", row | change)
+
+
 def test_sharegpt_names_become_openai_roles(tmp_path):
     names = ["human", "gpt", "observation", "gpt", "user", "assistant"]
     row = {"conversations": [{"from": name, "value": name.upper()} for name in names], "system": "Be kind."}
@@ -154,7 +176,7 @@ def test_the_standard_library_is_a_source():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ([1], r"a.jsonl:1: the row is \[1\], not an object"),
+        ([1], r"a.jsonl row 1: the row is 1, not an object"),
         ({"prompt": "Hi"}, r"a.jsonl:1: the row has the keys \['prompt'\] and none of"),
         ({"messages": "Hi"}, "a.jsonl:1: messages is 'Hi', not a list"),
         ({"messages": ["Hi"]}, r"a.jsonl:1: messages\[0\] is 'Hi', not an object"),

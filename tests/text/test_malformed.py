@@ -41,7 +41,7 @@ BROKEN = [
     (b"[" * 900 + b"]" * 900, "not valid JSON", "nested deeper than 100 levels"),
     (b"1" * 5000, "not valid JSON", "a whole number of 5,000 digits"),
     (b"[1]", "not an object", "the row is [1]"),
-    (b'{"prompt": "x"}', "neither messages, conversations nor text", "the keys ['prompt']"),
+    (b'{"prompt": "x"}', "none of the forms that are read", "the keys ['prompt']"),
     (b'{"messages": "x"}', "messages: not a list", "messages is 'x'"),
     (b'{"messages": [{"role": "robot", "content": "x"}]}', "unknown role", "messages[0]: unknown role 'robot'"),
     (b'{"text": 5}', "text: not a string", "text is 5"),
@@ -180,7 +180,7 @@ def test_what_is_no_matter_of_rows_is_refused_whatever_is_dropped(tmp_path):
     refused(
         "e.jsonl",
         b'{"prompt": 1}\n[]\n',
-        "no row can be read (1: neither messages, conversations nor text, 1: not an object)",
+        "no row can be read (1: none of the forms that are read, 1: not an object)",
     )
     refused("f.jsonl", "Grüße".encode("utf-16"), "no row can be read (1: not UTF-8 text)")
 
