@@ -26,7 +26,9 @@ def main() -> int:
     options = parse()
     recipe = recipe_of(options)
     name = options.draft or str(recipe.output.dir / "export")
-    check(options, recipe, name)
+    # beside the draft, as evaluate.py's results; a draft of the hub has no such place
+    out = options.out or (Path(name).parent if Path(name).is_dir() else Path()) / "diagnosis.json"
+    check(options, recipe, name, out)
     console = Console(is_first_rank(), options.quiet)
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         from eagle3.jobs.diagnose import Prompts, both_forms, diagnose_draft
@@ -42,12 +44,12 @@ def main() -> int:
         prompts = both_forms(known, options.prompts)
     else:
         inputs = gather_inputs(known, console, judging=True)
-        prompts = Prompts(held_out_prompts(inputs, recipe.evaluation.draft_tokens))
+        prompts = Prompts(held_out_prompts(inputs, recipe.evaluation.draft_tokens), key="evaluation.conversations")
     diagnosed = diagnose_draft(known, draft, prompts, topology, console, options.gpu)
     for line in diagnosed.lines():
         console.result(line)
     texts = "held-out conversations" if options.prompts is None else options.prompts.name
-    write_result(options.out, judgement_record("diagnosis", diagnosed.as_dict(), known, draft, texts), console)
+    write_result(out, judgement_record("diagnosis", diagnosed.as_dict(), known, draft, texts), console)
     stop_distributed()
     return 1 if diagnosed.diagnosis.faults else 0
 
@@ -63,7 +65,10 @@ def parse() -> argparse.Namespace:
         help="a file as for evaluate.py (default: the recipe's held-out conversations)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("diagnosis.json"), help="file for the result as JSON (default: %(default)s)"
+        "--out",
+        type=Path,
+        help="file for the result as JSON (default: diagnosis.json beside the draft's folder; for a draft of the hub, "
+        "in this folder)",
     )
     parser.add_argument(
         "--gpu",
@@ -97,7 +102,7 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
     return checked_recipe(values, "--target", options.overrides)
 
 
-def check(options: argparse.Namespace, recipe: Recipe, draft: str) -> None:
+def check(options: argparse.Namespace, recipe: Recipe, draft: str, out: Path) -> None:
     """Raises UserError for every mistake that can be found before anything is loaded."""
     evaluation = recipe.evaluation
     if options.target and not options.prompts and not options.named:
@@ -118,7 +123,7 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: str) -> None:
             f"evaluation.new_tokens: {evaluation.new_tokens} tokens hold no chain of {evaluation.draft_tokens} "
             f"(evaluation.draft_tokens) after the first; set it to {evaluation.draft_tokens + 2} or more, better 64"
         )
-    require_result_place(options.out)
+    require_result_place(out)
     require_draft_folder(draft)
     if Path(draft).is_dir():
         require_export(Path(draft))

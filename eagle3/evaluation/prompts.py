@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from eagle3.console import Say
 from eagle3.errors import UserError
 from eagle3.objective.losses import SHORTEST, contexts_up_to
 from eagle3.text.chat import tokenized
@@ -19,6 +20,8 @@ from eagle3.text.conversations import Conversation, read_conversations
 from eagle3.text.rows import KINDS
 from eagle3.text.samples import SampleSet
 from eagle3.text.template import Choices, Unusable, as_template_reads, choose_template, renderer
+
+SHORT = (16, 32, 64, 128, 256)  # contexts of texts that are all shorter than the first of the usual list
 
 
 def longest_prompt(context: int, new_tokens: int, room: int) -> int:
@@ -148,14 +151,15 @@ class ContextPrompts(NamedTuple):
 
 
 def sample_contexts(
-    samples: SampleSet, contexts: Sequence[int] | None, per_context: int, longest: int
+    samples: SampleSet, contexts: Sequence[int] | None, per_context: int, longest: int, report: Say = lambda line: None
 ) -> list[ContextPrompts]:
     """Choose up to `per_context` prompts of at most `longest` tokens for each context.
 
     A prompt is the beginning of a sample, as long as its bucket allows, and a supervised token follows it. Buckets
     share samples that are long enough for several; the others are chosen evenly over the set.
 
-    contexts: ascending; None for 512, 1024, ... as far as there are prompts
+    contexts: ascending; None for 512, 1024, ... as far as there are prompts; if there are none, for shorter ones
+    report: gets a line if contexts are shorter
 
     Raises UserError if no bucket has a prompt.
     """
@@ -164,14 +168,19 @@ def sample_contexts(
         contexts,
         per_context,
         longest,
+        report,
         f"--by-context: no answer in {len(samples)} held-out samples continues after more than "
-        f"{(contexts or [SHORTEST])[0] // 2} tokens (and at most {longest}, for the target's context); name longer "
+        f"{(contexts or SHORT)[0] // 2} tokens (and at most {longest}, for the target's context); name longer "
         "samples in data.held_out, raise data.max_length, or name shorter contexts in --contexts",
     )
 
 
 def prompt_contexts(
-    prompts: Sequence[Tensor], contexts: Sequence[int] | None, per_context: int, longest: int
+    prompts: Sequence[Tensor],
+    contexts: Sequence[int] | None,
+    per_context: int,
+    longest: int,
+    report: Say = lambda line: None,
 ) -> list[ContextPrompts]:
     """Like `sample_contexts`, but for whole prompts, each in the bucket of its length."""
     return _bucketed(
@@ -179,6 +188,7 @@ def prompt_contexts(
         contexts,
         per_context,
         longest,
+        report,
         f"--by-context: none of {len(prompts)} prompts belongs to a context, which takes those of more than half its "
         f"length (the longest has {max(map(len, prompts))} tokens); use longer prompts, or name shorter contexts in "
         "--contexts",
@@ -190,22 +200,32 @@ def _bucketed(
     contexts: Sequence[int] | None,
     per_context: int,
     longest: int,
+    report: Say,
     refusal: str,
 ) -> list[ContextPrompts]:
-    """Sort texts into buckets. If no contexts are given, buckets after the last one with prompts are dropped.
+    """Sort texts into buckets. If no contexts are given, those that texts of this length have are taken, from the first
+    bucket with prompts to the last.
 
     texts: each with the places where it may be cut, ascending
     refusal: message of the UserError if no bucket has a prompt
     """
-    buckets = contexts_up_to(longest) if contexts is None else contexts
-    cuts = np.array([_cuts(places, buckets, longest) for _, places in texts], np.int64).reshape(-1, len(buckets))
-    if not cuts.any():
+    for buckets in (contexts_up_to(longest), SHORT) if contexts is None else (contexts,):
+        cuts = np.array([_cuts(places, buckets, longest) for _, places in texts], np.int64).reshape(-1, len(buckets))
+        if cuts.any():
+            break
+    else:
         raise UserError(refusal)
+    if buckets is SHORT:
+        report(
+            f"--by-context: no answer begins after more than {SHORTEST // 2} tokens, so shorter contexts are judged "
+            "(--contexts names others)"
+        )
     prompts = [
         ContextPrompts(bucket, [texts[index][0][: lengths[index]] for index in indices])
         for bucket, lengths, indices in zip(buckets, cuts.T, _choose(cuts, per_context), strict=True)
     ]
-    return prompts if contexts is not None else prompts[: 1 + int(cuts.any(0).nonzero()[0][-1])]
+    filled = np.flatnonzero(cuts.any(0))
+    return prompts if contexts is not None else prompts[filled[0] : filled[-1] + 1]
 
 
 def _cuts(rows: np.ndarray, buckets: Sequence[int], longest: int) -> np.ndarray:

@@ -63,6 +63,7 @@ class Prompts(NamedTuple):
     as_given: list[Tensor]  # int64 [P] each
     # The same in the other form (see read_prompts); None if they have none.
     other: list[Tensor] | None = None
+    key: str = "--prompts"  # what their number comes from
 
 
 def both_forms(known: KnownTarget, file: Path) -> Prompts:
@@ -82,10 +83,10 @@ def diagnose_draft(
     fix."""
     exported, config = read_exported(folder), known.config
     if len(prompts.as_given) < 2:
-        raise UserError("--prompts: one prompt shows no interval; give 16, for example")
+        raise UserError(f"{prompts.key}: one prompt shows no interval; give 16, for example")
     if len(prompts.as_given) < FEW:
         console.warn(
-            f"--prompts: {len(prompts.as_given)} prompts make wide intervals, in which faults can hide; give 16"
+            f"{prompts.key}: {len(prompts.as_given)} prompts make wide intervals, in which faults can hide; give 16"
         )
     check_belongs(exported.config, folder, config.vocab_size, config.hidden_size)
     count = config.num_hidden_layers

@@ -131,10 +131,10 @@ def judge_contexts(
     room = (tree or DraftTree.of(decoding.draft_tokens, 1, None)).room  # for a chain the same by both engines
     longest = longest_prompt(most, decoding.new_tokens, room)
     if not files:
-        buckets = sample_contexts(inputs.held_out, contexts, per_context, longest)
+        buckets = sample_contexts(inputs.held_out, contexts, per_context, longest, console)
     else:
         prompts, _ = prompts_to_judge(inputs, files, room)
-        buckets = prompt_contexts(prompts, contexts, per_context, longest)
+        buckets = prompt_contexts(prompts, contexts, per_context, longest, console)
     draft = read_exported(exported)
     target = target_of(inputs, draft, topology, console) if tree is None else None
 

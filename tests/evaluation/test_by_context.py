@@ -77,11 +77,16 @@ def test_a_prompt_of_a_file_belongs_to_the_bucket_of_its_length():
     assert lengths(prompt_contexts(prompts, None, 2, longest=4000))[512] == [300, 257], "spread evenly"
 
 
-def test_texts_that_are_all_too_short_are_refused():
-    with pytest.raises(UserError, match="no answer in 1 held-out samples continues after more than 256 tokens"):
-        sample_contexts(samples([(10, 90)]), None, 8, longest=4000)
+def test_texts_that_are_all_short_are_judged_at_the_contexts_that_they_have_with_a_line():
+    lines = []
+    held_out = samples([(40, 90)], [(50, 60)])
+    assert lengths(sample_contexts(held_out, None, 8, 4000, lines.append)) == {64: [64, 59], 128: [89]}
+    assert lengths(prompt_contexts([torch.arange(90)], None, 8, 4000, lines.append)) == {128: [90]}
+    assert len(lines) == 2
+    with pytest.raises(UserError, match="no answer in 1 held-out samples continues after more than 8 tokens"):
+        sample_contexts(samples([(3, 7)]), None, 8, longest=4000)
     with pytest.raises(UserError, match="none of 1 prompts .* longest has 90 tokens"):
-        prompt_contexts([torch.arange(90)], None, 8, longest=4000)
+        prompt_contexts([torch.arange(90)], [512], 8, longest=4000)
 
 
 def clusters(conversations: int, generator: np.random.Generator) -> list[np.ndarray]:

@@ -82,3 +82,11 @@ def test_a_draft_from_the_hub_is_diagnosed_with_its_target_and_a_file_of_prompts
 )
 def test_what_cannot_be_diagnosed_is_refused_before_anything_loads(refused, words, message):
     assert message in refused("diagnose.py", *words)
+
+
+def test_a_diagnosis_goes_beside_the_draft_that_it_is_of(refused, tmp_path):
+    """Not into the folder that the command runs in. What is there already shows which place was meant."""
+    (tmp_path / "export").mkdir()
+    (tmp_path / "diagnosis.json").write_text("[]")
+    message = refused("diagnose.py", "--draft", tmp_path / "export")
+    assert f"{tmp_path}/diagnosis.json: holds something other than an evaluation" in message
