@@ -36,6 +36,7 @@ ATTACKS = {
     "hostile_text": "nested, huge and endless data, recipes, configs and templates",
     "hostile_checkpoints": "planted and broken checkpoints and targets",
     "hostile_places": "folders, spools, secrets, names, ranks that die",
+    "first_hour": "mistakes of a new user's first hour",
 }
 FRESH_EVERY = 10
 

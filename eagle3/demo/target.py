@@ -16,8 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3.console import Progress, Warned, waiting
-from eagle3.demo.saved import read_saved, write_saved
-from eagle3.demo.training import TRAINED_BY, measure_language_model, train_language_model
+from eagle3.demo.training import TRAINED_BY, measure_language_model, read_saved, train_language_model, write_saved
 from eagle3.durable import file_digest
 from eagle3.errors import UserError
 from eagle3.recipe.schema import Demo

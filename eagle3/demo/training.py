@@ -1,5 +1,6 @@
 """Train the demo target, a small language model, on a few cores: batches with little padding, Muon, linear decay."""
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,14 +14,15 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaForCausalLM
 
-from eagle3.console import Progress
-from eagle3.demo.saved import read_saved, write_saved
+from eagle3.console import Progress, Warned
+from eagle3.durable import write_bytes
 from eagle3.recipe.schema import Demo
 
 WINDOW = 1024  # documents sorted by length together, so that batches have little padding
 IGNORED = -100  # a label that transformers' loss ignores
 WARMUP_FRACTION = 0.05
 SAVE_SECONDS = 20.0  # between two saved states
+DIGEST_BYTES = 32  # of SHA-256
 
 
 class Batch(NamedTuple):
@@ -59,7 +61,10 @@ def train_language_model(
     ]
     short_batches = islice(batches(short, batch_tokens, seed), demo.short_steps) if demo.short_steps else ()
     batch_stream = chain(short_batches, batches(documents, batch_tokens, seed))
-    losses = _restored(saved, model, optimizers, report) if saved else []
+    # what each optimiser keeps of each weight
+    names = {weight: name for name, weight in model.named_parameters()}
+    slots = {names[weight]: each.state[weight] for each in optimizers for weight in each.param_groups[0]["params"]}
+    losses = _restored(saved, model, slots, report) if saved else []
     before, saved_at, progress = len(losses), time.monotonic(), Progress(report, "demo target", steps, "steps")
     for step, batch in enumerate(islice(batch_stream, before, steps), before + 1):
         loss = model(input_ids=batch.ids.to(model.device), labels=batch.labels.to(model.device), use_cache=False).loss
@@ -71,42 +76,44 @@ def train_language_model(
             optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
         if saved and (step == steps or time.monotonic() - saved_at > SAVE_SECONDS):
-            write_saved(saved, save(_state(model, optimizers, losses)))
+            kept = {f"{name}/{kind}": tensor for name, slot in slots.items() for kind, tensor in slot.items()}
+            write_saved(saved, save(model.state_dict() | kept | {"losses": torch.stack(losses)}))
             saved_at = time.monotonic()
         progress.at(step, free=before, extra=f"loss {torch.stack(losses[-20:]).mean().item():.3f}")
     return torch.stack(losses[-math.ceil(steps / 10) :]).mean().item()
 
 
-def _state(
-    model: LlamaForCausalLM, optimizers: Sequence[torch.optim.Optimizer], losses: list[torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """All that the next step depends on."""
-    state = {f"model/{name}": weight for name, weight in model.state_dict().items()}
-    for number, optimizer in enumerate(optimizers):
-        for index, values in optimizer.state_dict()["state"].items():
-            state |= {f"{number}/{index}/{name}": value for name, value in values.items()}
-    return state | {"losses": torch.stack(losses)}
-
-
 def _restored(
-    saved: Path, model: LlamaForCausalLM, optimizers: Sequence[torch.optim.Optimizer], report: Callable[[str], None]
+    saved: Path, model: LlamaForCausalLM, slots: dict[str, dict], report: Callable[[str], None]
 ) -> list[torch.Tensor]:
     """Restores the saved state, if there is one. Returns the losses of the steps that it has behind it."""
     content = read_saved(saved, report)
     if content is None:
         return []
-    state = load(content)
-    losses = list(state.pop("losses").to(model.device))
-    weights = [name for name in state if name.startswith("model/")]
-    model.load_state_dict({name.removeprefix("model/"): state.pop(name) for name in weights})
-    states: list[dict] = [{} for _ in optimizers]
-    for name, value in state.items():
-        number, index, key = name.split("/")
-        states[int(number)].setdefault(int(index), {})[key] = value
-    for optimizer, values in zip(optimizers, states, strict=True):
-        optimizer.load_state_dict(optimizer.state_dict() | {"state": values})
-    report(f"demo target: goes on after step {len(losses):,}, where it was stopped")
-    return losses
+    state = {name: tensor.to(model.device) for name, tensor in load(content).items()}
+    model.load_state_dict(state, strict=False)  # not its other entries
+    for name, tensor in state.items():
+        weight, _, kind = name.rpartition("/")
+        if weight:
+            slots[weight][kind] = tensor
+    report(f"demo target: goes on after step {len(state['losses']):,}, where it was stopped")
+    return list(state["losses"])
+
+
+def write_saved(path: Path, content: bytes) -> None:
+    """Replaces the file by the content's digest and the content. A kill leaves either the old file or the new one."""
+    write_bytes(path, hashlib.sha256(content).digest() + content)
+
+
+def read_saved(path: Path, report: Callable[[str], None]) -> bytes | None:
+    """What `write_saved` wrote. None if there is nothing or, with a warning, if it is damaged."""
+    if not path.exists():
+        return None
+    digest, content = (file := path.read_bytes())[:DIGEST_BYTES], file[DIGEST_BYTES:]
+    if hashlib.sha256(content).digest() == digest:
+        return content
+    report(Warned(f"{path}: does not fit its digest; this part of the demo target is made again"))
+    return None
 
 
 def rate(step: int, steps: int) -> float:

@@ -90,7 +90,7 @@ def card_text(run: RunRecord) -> str:
         library_name="sglang",
         license="other",
         pipeline_tag="text-generation",
-        tags=["eagle3", "speculative-decoding", "draft-model", "sglang", "vllm"],
+        tags=["eagle3", "speculative-decoding", "draft-model", "sglang"],
     )
     template = jinja2.Template(
         TEMPLATE.read_text(encoding="utf-8"),
@@ -224,8 +224,7 @@ def _drafted(result: Record) -> str:
 
 
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:
-    """The commands that serve the draft. vllm_key: an entry that vLLM needs, and that the config.json of older exports
-    lacks."""
+    """The commands that serve the draft."""
     draft, steps, advice = run.draft, run.key("evaluation.draft_tokens") or 4, None
     if known := _estimate(run):
         steps, gain = known.best_drafts(batch=1)
@@ -238,12 +237,10 @@ def _serving(run: RunRecord, target: str) -> dict[str, Any]:
     speculative = ["--speculative-config", drafting]
     launch, serve = ["python", "-m", "sglang.launch_server", "--model-path"], ["vllm", "serve"]
     code = ["--trust-remote-code"] if run.key("model.trust_remote_code") else []
-    layers = None if draft.get(AUX_LAYERS) else (draft.get("eagle_config") or {}).get(AUX_LAYERS)
     return {
         "sglang": fenced_command([*launch, target, *code, *flags, "--context-length", str(context)]),
         "vllm": fenced_command([*serve, target, *code, *speculative, "--max-model-len", str(context)]),
         "window": f"{window:,}" if window else None,
-        "vllm_key": layers and Markdown(json.dumps({AUX_LAYERS: [layer + 1 for layer in layers]})[1:-1]),
         "context": f"{context:,}",
         "advice": advice,
     }

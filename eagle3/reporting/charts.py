@@ -6,11 +6,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from eagle3.console import counted
 from eagle3.planning.payoff import ESTIMATED, best_cells
 from eagle3.reporting.plot import (
     BLUE,
     GREEN,
+    GREY,
     ORANGE,
+    SMOOTHED,
     VERMILLION,
     Axis,
     Plot,
@@ -24,6 +27,7 @@ from eagle3.reporting.plot import (
     short_number,
     step_axis,
     thinned,
+    trend,
 )
 from eagle3.reporting.record import (
     Curve,
@@ -86,7 +90,11 @@ def _course(run: RunRecord, name: str, title: str, key: str, label: str, about: 
     """A chart of one number over the steps, in training and on held-out text."""
     values, held_out = column(run.train, key), column(run.held_out, key)
     all_steps = column(run.train, "step")
-    series = [Series(TRAINING, *thinned(all_steps, values), BLUE)]
+    label_of_training = f"{TRAINING} ({_window(values)}, {_from_to(values)})"
+    series = [
+        Series("each step", *thinned(all_steps, values), GREY, "pale"),
+        Series(label_of_training, *trend(all_steps, values), BLUE),
+    ]
     alt = f"{title}: {_from_to(values)} over {len(values)} optimiser steps"
     if np.isfinite(held_out).any():
         series.append(Series(HELD_OUT, column(run.held_out, "step"), held_out, VERMILLION, "dots"))
@@ -98,6 +106,10 @@ def _course(run: RunRecord, name: str, title: str, key: str, label: str, about: 
 def _from_to(values: np.ndarray) -> str:
     tenth = max(1, len(values) // 10)
     return f"from {_text(mean(values[:tenth]))} to {_text(mean(values[-tenth:]))}"
+
+
+def _window(values: np.ndarray) -> str:
+    return f"mean of {counted(max(1, len(values) // SMOOTHED), 'step')}"
 
 
 def _text(value: float) -> str:
@@ -113,11 +125,11 @@ def _by_ttt_step(run: RunRecord, name: str, title: str, key: str, label: str, ab
     """A chart with training as lines and held-out text as dots, in one colour per TTT step."""
     curves, held_out = columns(run.train, key), columns(run.held_out, key)
     all_steps, colours = column(run.train, "step"), shades(curves.shape[1])
-    steps, smooth = thinned(all_steps, curves)
+    steps, smooth = trend(all_steps, curves)
     series = [
         Series(f"step {place}", at, values, colour, look, group=group)
         for group, at, of_steps, look in (
-            (TRAINING, steps, smooth, "line"),
+            (f"{TRAINING}, {_window(curves)}", steps, smooth, "line"),
             (HELD_OUT, column(run.held_out, "step"), held_out, "dots"),
         )
         for place, (values, colour) in enumerate(zip(of_steps.T, colours, strict=False), 1)
@@ -334,9 +346,18 @@ OTHERS: tuple[tuple[str, str, Callable[[RunRecord, str, str], Plot | None], str]
 
 
 def charts(run: RunRecord) -> Iterator[Plot | Absent]:
-    """All charts of a run."""
+    """All charts of a run. A single point is no chart, so its value is told instead."""
     for name, title, key, draw in OF_STEPS:
         known = any(np.isfinite(np.array(record.get(key), np.float64)).any() for record in run.train)
-        yield draw(run, name, title, key) if known else Absent(name, title, "metrics.jsonl has no such numbers yet")
+        plot = draw(run, name, title, key) if known else None
+        yield _or_absent(plot, name, title, "metrics.jsonl has no such numbers yet")
     for name, title, draw, why in OTHERS:
-        yield draw(run, name, title) or Absent(name, title, why)
+        yield _or_absent(draw(run, name, title), name, title, why)
+
+
+def _or_absent(plot: Plot | None, name: str, title: str, why: str) -> Plot | Absent:
+    if plot is None:
+        return Absent(name, title, why)
+    if all(each.look == "rule" or (each.edges is None and len(each.x) < 2) for each in plot.series):
+        return Absent(name, title, f"one point makes no chart ({plot.alt.removesuffix('.')})")
+    return plot

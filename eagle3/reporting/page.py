@@ -37,6 +37,10 @@ SECTIONS = {  # title -> names of the charts
 PARTS = {"train": "training", "held_out": "held out"}
 MOST_EXAMPLES = 8
 MOST_PROMPT, OPENING, MOST_VALUE = 2000, 90, 60  # limits in characters
+SLOWER = (
+    "; below 1x, drafting and verifying took longer than the accepted drafts saved, as usual for a small target or on "
+    "a CPU, where to verify several tokens takes longer than to decode one"
+)
 
 
 def rendered(template: str, **values: Any) -> str:
@@ -101,16 +105,18 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     if result:
         length_note = (
             "tokens per verification, the target's own counted; "
-            f"{counted(result['conversations'], 'conversation')}{_rule(result)}, by {result.get('engine')} "
+            f"{counted(result['conversations'], 'conversation')}, {rule(result)}, {tree(result) or 'chains'}, by "
+            f"{result.get('engine')} "
             f"{result.get('engine_version')}"
             + (f"; untrained {untrained['acceptance_length']:.2f}" if untrained else "")
         )
     if speed:
+        gain = speed["speculative"] / speed["plain"]
         note = (
             f"{speed['speculative']:,.1f} tokens a second with the draft, {speed['plain']:,.1f} without, one "
-            "conversation at a time"
+            f"conversation at a time{'' if gain > 1 else SLOWER}"
         )
-        tiles = [("Speed by the draft", f"{speed['speculative'] / speed['plain']:.2f}x", note)]
+        tiles = [("Speed by the draft", f"{gain:.2f}x", note)]
     return [
         ("Acceptance length", number(result.get("acceptance_length")), length_note),
         (
@@ -132,11 +138,6 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     ]
 
 
-def _rule(result: Record) -> str:
-    sampled = f", temperature {result['temperature']:g}" if result.get("temperature") else ""
-    return sampled + (f", a tree of {result['topk']} branches" if result.get("topk", 1) > 1 else "")
-
-
 def _with_values(run: RunRecord, advice: Advice) -> dict[str, Any]:
     """The advice, with the current values of the keys that it names."""
     values = {name: "null" if run.key(name) is None else str(run.key(name)) for name in advice.keys}
@@ -149,11 +150,14 @@ def _with_values(run: RunRecord, advice: Advice) -> dict[str, Any]:
 def _contexts_tables(run: RunRecord) -> list[Table]:
     """The numbers behind the chart of by_context.json, and acceptance by draft position, for each window judged."""
     head = ("context", "length", "95% interval", "prompts", "verified")
-    tables = []
-    for judged in windows_judged(run.by_context):
-        title = ", ".join(filter(None, ("By context", rule(judged), tree(judged), window_in_words(judged))))
-        tables.append(_with_positions(title, head, context_rows(judged)))
-    return tables
+    return [
+        _with_positions(
+            ", ".join(filter(None, ("By context", rule(judged), tree(judged), window_in_words(judged)))),
+            head,
+            context_rows(judged),
+        )
+        for judged in windows_judged(run.by_context)
+    ]
 
 
 def _sets_table(run: RunRecord) -> Table | None:

@@ -16,6 +16,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from eagle3.reporting.record import mean, short, tokens_label
 
 MOST_POINTS = 500  # points in a series; more than a chart can show
+SMOOTHED = 20  # a trend averages over this part of the steps
 WIDE = 20  # least ratio of greatest to least value for a logarithmic axis
 MARGIN = 0.04  # share of an axis left free beyond its values
 MOST, MOST_SPREAD = 1e100, 1e12  # numbers beyond these come from a run gone wrong, and are drawn at the end of an axis
@@ -71,6 +72,13 @@ class Plot(NamedTuple):
     x: Axis
     y: Axis
     series: Sequence[Series]
+
+
+def trend(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Like `thinned`, with each value the mean of the last twentieth of the steps, since one batch says little."""
+    steps, values = thinned(steps, values)
+    window = max(1, len(values) // SMOOTHED)
+    return steps, np.array([mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)])
 
 
 def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
