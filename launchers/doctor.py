@@ -1,4 +1,4 @@
-"""Check a job before it costs anything: the nodes' GPUs, links, clocks, disks and shared folders, and whether all run
+"""Check a job before it costs anything: the nodes' GPUs, links, disks and shared folders, and whether all run
 the same thing. Start it like train.py, on the same nodes with the same options. Exit code 1 if a check failed."""
 
 import datetime
@@ -91,7 +91,6 @@ def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed
     yield machine.check_gpus(cluster, topology.device)
     yield machine.check_open_files(cluster)
     yield machine.check_shared_memory(cluster)
-    yield machine.check_clocks(cluster)
     yield places.check_shared(cluster, "output.dir", recipe.output.dir)
     if recipe.hidden_states.mode == "live" and recipe.target.backend == "sglang" and len(cluster.ranks) > 1:
         yield places.check_shared(cluster, "target.spool", Path(recipe.target.spool))

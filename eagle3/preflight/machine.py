@@ -1,10 +1,8 @@
-"""Checks that every node is fit for the job: GPUs, clock, open files and shared memory."""
+"""Checks that every node is fit for the job: GPUs, open files and shared memory."""
 
 import resource
 import shutil
-import time
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,8 +10,6 @@ import torch
 
 from eagle3.preflight.cluster import Cluster, Finding, owners, troubled
 
-MOST_SKEW = 2.0  # seconds
-CLOCK_ROUNDS = 8
 # A rank opens sockets to all others, its shards, and pipes to its workers: hundreds on one node, thousands on many.
 LEAST_OPEN_FILES = 4096
 SMALL_SHARED_MEMORY = 2**30  # containers start with 64 MiB, less than NCCL and a loader's workers need
@@ -73,31 +69,6 @@ def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
 def _look(device: torch.device) -> GpuSeen:
     properties, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
     return GpuSeen(torch.cuda.device_count(), properties.name, str(properties.uuid), free, total)
-
-
-def check_clocks(cluster: Cluster, clock: Callable[[], float] = time.time) -> Finding:
-    """Compares the nodes' clocks. Each rank reads its clock at the end of a round of messages. A rank's round ends
-    after all others have begun theirs, so two readings are at most one round apart. The round's duration is thus the
-    uncertainty, and the shortest of several rounds counts."""
-    rounds = []
-    for _ in range(CLOCK_ROUNDS):
-        cluster.gather(None)  # so that they begin together
-        start = time.monotonic()
-        cluster.gather(None)
-        took, now = time.monotonic() - start, clock()
-        replies = cluster.gather((took, now))
-        rounds.append((max(took for took, _ in replies), [now for _, now in replies]))
-    uncertainty, clocks = min(rounds)
-    early, late = (clocks.index(extreme(clocks)) for extreme in (min, max))
-    skew = clocks[late] - clocks[early]
-    if skew - uncertainty <= MOST_SKEW:
-        return Finding("clocks", "ok", f"at most {skew:.3f} s apart, +- {uncertainty:.3f} s")
-    return Finding(
-        "clocks",
-        "failed",
-        f"{cluster.named([late])} is {skew:.1f} s ahead of {cluster.named([early])}, +- {uncertainty:.3f} s",
-        "run chrony or ntpd on every node (chronyc tracking): otherwise file times, logs and TLS go wrong",
-    )
 
 
 def open_files() -> int:

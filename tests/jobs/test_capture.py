@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import sys
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
