@@ -76,8 +76,8 @@ def replace_text(path: Path, text: str) -> Path | None:
 
 def write_bytes(path: Path, content: bytes, private: bool = False, aside: bool = False) -> Path | None:
     """Like `write_text` or, with `aside`, like `replace_text`, for bytes."""
-    partial, moved = path.with_name(path.name + ".partial"), None
-    try:
+    moved = None
+    with _unfinished(path) as partial:
         with partial.open("wb") as file:
             if private:
                 os.fchmod(file.fileno(), 0o600)  # before the file has any content
@@ -86,24 +86,34 @@ def write_bytes(path: Path, content: bytes, private: bool = False, aside: bool =
             flush(partial)  # before the old file loses its name
             moved = move_aside(path)
         publish(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)
-        raise
     return moved
 
 
 def create_text(path: Path, text: str) -> None:
     """Writes `text` unless `path` exists. If several processes try at once, one wins. A kill leaves a whole file or
     none."""
-    temporary = path.with_name(f".{path.name}.{token_hex(4)}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        flush(temporary)
+    with _unfinished(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+        flush(partial)
         with suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+            os.link(partial, path)
     flush(path.parent)
+
+
+@contextmanager
+def _unfinished(path: Path) -> Iterator[Path]:
+    """A name beside `path` that no other process uses (see `unfinished_names`). If the block leaves a file there, it is
+    removed."""
+    partial = path.with_name(f".{path.name}.{token_hex(4)}")
+    try:
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def unfinished_names(path: Path) -> list[Path]:
+    """What killed writers of `path` have left beside it."""
+    return [*path.parent.glob(f".{path.name}.{'[0-9a-f]' * 8}")]
 
 
 def publish(partial: Path, path: Path) -> None:

@@ -5,13 +5,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from secrets import token_hex
 
 import torch
 import torch.distributed as dist
 
 from eagle3.console import Say, waiting
-from eagle3.durable import publish, writing
+from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.jobs.job import Inputs, Job, start_target
 from eagle3.jobs.prospect import store_encoding
@@ -170,9 +169,7 @@ def _publish_vocabulary(settings: HookSettings, vocabulary: DraftVocabulary) -> 
         return
     own_folder(file.parent)
     with writing(file.parent, REMEDY):
-        partial = file.with_name(f".{file.name}.{token_hex(4)}")  # other processes may be writing the same file
-        save_vocabulary(vocabulary, partial)
-        publish(partial, file)
+        save_vocabulary(vocabulary, file)
 
 
 def server_line(job: Job) -> str:

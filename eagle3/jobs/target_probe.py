@@ -4,17 +4,18 @@ transformers or of an earlier capture, and with one another."""
 import hashlib
 import json
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from secrets import token_hex
 
 import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from eagle3.console import Say, waiting
+from eagle3.durable import write_bytes
 from eagle3.errors import SharedUserError, UserError
 from eagle3.jobs.job import Job, start_target
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
@@ -104,13 +105,9 @@ def read_probe(file: Path, job: Job) -> Rows | None:
 
 def write_probe(file: Path, rows: Rows) -> None:
     """Leaves rows for later jobs, if possible: without them, they compare less or compute again."""
-    partial = file.with_name(f".{file.name}.{token_hex(4)}")
-    try:
+    with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.cpu().contiguous() for name, tensor in rows.named().items()}, partial)
-        partial.replace(file)
-    except (OSError, SafetensorError):
-        partial.unlink(missing_ok=True)
+        write_bytes(file, save({name: tensor.cpu().contiguous() for name, tensor in rows.named().items()}))
 
 
 def _weight_bytes(job: Job) -> int | None:
