@@ -6,13 +6,14 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
 Say = Callable[[str], None]
 WARNING = "warning: "
 RED, GREEN, YELLOW, PLAIN = "\033[31m", "\033[32m", "\033[33m", "\033[0m"
+MARKS = "⟦⟧"  # around marked text if there are no colours
 QUIET_SECONDS = 2.0  # a step that takes less time reports no progress
 # Seconds between progress lines of a step: 5 at first, then more. 10 minutes give 60 lines, a day gives 3,000.
 FIRST_GAP, LAST_GAP, GAPS = 5.0, 30.0, 20
@@ -186,7 +187,7 @@ def is_first_rank() -> bool:
 def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO | None = None) -> None:
     """Prints `lead`, in colour, and the line. Wraps them only on a terminal. stream: default stdout."""
     stream = stream or sys.stdout
-    text = fitted(lead + without_passwords(line), columns_of(stream), indent=len(lead))
+    text = fitted(lead + printable(without_passwords(line)), columns_of(stream), indent=len(lead))
     if colour and lead:
         text = painted(lead.rstrip(), colour, stream) + text.removeprefix(lead.rstrip())
     try:
@@ -200,8 +201,24 @@ def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO
 def tell_error(line: str, lead: str = "") -> None:
     """Prints an error on stderr after `lead` or `error:`. Never wraps it, so that the names in it can be copied."""
     # In one write, because other ranks may print too.
-    sys.stderr.write(f"{lead or painted('error:', RED, sys.stderr)} {without_passwords(line)}\n")
+    sys.stderr.write(f"{lead or painted('error:', RED, sys.stderr)} {printable(without_passwords(line))}\n")
     sys.stderr.flush()
+
+
+def printable(text: str, reserved: str = "") -> str:
+    """The text with every character escaped that could control a terminal or is not text, and those in `reserved`. Tabs
+    and line breaks stay. Whatever may come from data, servers or files passes through here on its way to a terminal."""
+    return "".join(
+        char if (char.isprintable() and char not in reserved) or char in "\t\n" else ascii(char)[1:-1] for char in text
+    )
+
+
+def with_marks(pieces: Iterable[tuple[str, bool]], colour: bool) -> str:
+    """The pieces' text, printable; those that come with True are green or, without colour, between ⟦ and ⟧. (A ⟦ in the
+    text is escaped, so that it cannot be taken for a mark.)"""
+    begin, end = (GREEN, PLAIN) if colour else MARKS
+    texts = ((printable(text, reserved=MARKS), marked) for text, marked in pieces)
+    return "".join(f"{begin}{text}{end}" if marked else text for text, marked in texts)
 
 
 def fitted(text: str, columns: int | None, indent: int = 0) -> str:

@@ -57,6 +57,13 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
         raise UserError(f"{path}: cannot be written ({reason}); {remedy}") from error
 
 
+def require_access(path: Path) -> None:
+    """Raises OSError, with path and reason, if the file is there but cannot be opened: safetensors calls that
+    missing."""
+    with suppress(FileNotFoundError):
+        path.open("rb").close()
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 of a file, as 64 hex digits."""
     with path.open("rb") as file:

@@ -10,9 +10,21 @@ import sys
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from eagle3.console import tell_error, without_passwords
+from eagle3.console import printable, tell_error, without_passwords
 
 LONGEST_LINE = 1200  # most characters in an error message
+# What to do about a file that the system refuses, by its error number. A missing file is not one of these: what to do
+# about that depends on who looks for it.
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+FILE_REMEDIES = {
+    **dict.fromkeys(NO_SPACE, "free space and continue with --resume"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user access to it, or use another place"),
+    errno.EROFS: "use a place that can be written to",
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "move away what is there, or use another place"),
+    **dict.fromkeys((errno.ELOOP, errno.ENAMETOOLONG), "fix the path"),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EFBIG), "check its file system"),
+}
 
 
 class UserError(ValueError):
@@ -34,6 +46,18 @@ class SharedUserError(UserError):
     """A mistake that every process of a job raises, so that it is enough for one of them to report it."""
 
 
+def mistake_of(error: UserError | OSError) -> UserError:
+    """The error itself or, if the system refused a file, a UserError with its path, the reason and a remedy. Raises any
+    other OSError again."""
+    if isinstance(error, UserError):
+        return error
+    remedy, path = FILE_REMEDIES.get(error.errno), error.filename
+    if remedy is None or (path is None and error.errno not in NO_SPACE):
+        raise error
+    where = "" if path is None else f"{os.fsdecode(path)}: "
+    return UserError(f"{where}{error.strerror.lower()}; {remedy}")
+
+
 def extra_command(extra: str) -> str:
     """The command that installs an optional extra of setup.cfg."""
     return f'pip install -e ".[{extra}]" -c constraints/cuda.txt (without GPUs cpu.txt)'
@@ -43,7 +67,7 @@ def _one_line(text: str) -> str:
     line = " ".join(text.split())
     if len(line) > LONGEST_LINE:
         line = f"{line[: LONGEST_LINE * 2 // 3]} ... {line[-LONGEST_LINE // 3 :]}"
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in line)
+    return printable(line)
 
 
 class _Short(reprlib.Repr):
@@ -95,17 +119,12 @@ def _exit_code(main: Callable[[], int | None]) -> int | str | None:
         return main() or 0
     except SystemExit as ended:  # from argparse, after --help
         return ended.code
-    except UserError as mistake:
+    except (UserError, OSError) as error:
+        mistake = mistake_of(error)
         if rank == "0":
             tell_error(str(mistake))
         elif local_rank == "0" or not isinstance(mistake, SharedUserError):
             tell_error(str(mistake), lead=f"rank {rank}:")
-        return 2
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        name = f"{error.filename}: " if error.filename else ""
-        tell_error(f"{name}{error.strerror}; free space and continue with --resume")
         return 2
     except KeyboardInterrupt:
         tell_error("interrupted")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eagle3.command_line import RecipeParser, slow_imports
-from eagle3.console import Console, is_first_rank, tell, waiting
+from eagle3.console import Console, is_first_rank, printable, tell, waiting
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.sizes import check_sizes, launched
 from eagle3.preflight.inputs import require_inputs, require_servers, require_store_place, require_weights
@@ -98,7 +98,7 @@ def work(
     if options.print_server:
         line = agreed(lambda: server_line(job))
         if topology.is_first:
-            print(line, flush=True)
+            print(printable(line), flush=True)
         return 0
     sets, spans = (job.train, job.held_out), spans_of(recipe)
     if spans:

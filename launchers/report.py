@@ -21,15 +21,7 @@ def main() -> None:
     parser.add_argument("--quiet", action="store_true", help="print only what was written, and warnings")
     options = parser.parse_args()
     check(options)
-    try:
-        write(options, Console(True, options.quiet))
-    except BrokenPipeError:  # the reader of our output is gone
-        raise
-    except OSError as error:
-        raise UserError(
-            f"{error.filename or options.runs[0]}: cannot be written ({error.strerror}); free space, move what is in "
-            "the way, or copy the run"
-        ) from error
+    write(options, Console(True, options.quiet))
 
 
 def write(options: argparse.Namespace, console: Console) -> None:

@@ -271,6 +271,21 @@ def test_only_the_first_rank_speaks_but_every_rank_fails_aloud(capsys):
     assert streams.out == "" and streams.err == "error: gone\n"
 
 
+def test_text_that_would_control_the_terminal_is_escaped(capsys):
+    """Titles and clipboards are set by OSC 0 and 52; then a cleared screen, C1 controls, a line that overwrites itself,
+    text that runs backwards, half of a surrogate pair."""
+    hostile = "\033]0;owned\a \033]52;c;cm0=\a \033[2J \x9b2J \x85 mine\ryours \u202eback \udc9b"
+    console = Console(speaks=True)
+    for say in (console, console.result, console.warn, tell_error):
+        say(f"reading {hostile}\tnow")
+    with pytest.raises(SystemExit):
+        run_command(lambda: refuse(hostile))
+    streams = capsys.readouterr()
+    text = streams.out + streams.err
+    assert text.count("\n") == 5 and text.count("\\x1b]52;c;cm0=\\x07") == 5 and text.count("\tnow") == 4
+    assert "".join(text.split("\n")).replace("\t", "").isprintable()
+
+
 def test_what_a_url_tells_of_its_user_is_never_printed(capsys):
     console = Console(speaks=True)
     console("reading http://ann:secret@host/a@b, then s3://token-secret@bucket/x and http://host/ann@home")
@@ -310,8 +325,8 @@ def test_masking_takes_no_longer_than_the_text_is_long():
     assert time.process_time() - began < 5  # processor seconds; it takes a tenth of one
 
 
-def refuse():
-    raise UserError("http://ann:secret@host: does not answer; start it")
+def refuse(name: str = "http://ann:secret@host"):
+    raise UserError(f"{name}: does not answer; start it")
 
 
 # Launchers

@@ -17,7 +17,7 @@ from torch import Tensor
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.draft.model import Eagle3Draft
 from eagle3.draft.published import plain_tensors
-from eagle3.durable import flush, publish
+from eagle3.durable import flush, publish, require_access
 from eagle3.errors import UserError
 from eagle3.finite import require_finite
 from eagle3.parsing import read_json_object
@@ -247,6 +247,7 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
+    require_access(path)
     try:
         with safe_open(path, "pt") as file:
             digest = (file.metadata() or {}).get(DIGEST)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from eagle3.errors import SharedUserError, UserError
+from eagle3.errors import SharedUserError, UserError, mistake_of
 from eagle3.parallel.sizes import check_sizes, launched
 from eagle3.patches import require_relied, set_timeout, without_compiled_collective
 
@@ -249,14 +249,14 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
 def agreed(work: Callable[[], Any] | None, group: dist.ProcessGroup | None = None) -> Any:
     """Calls `work` on the ranks that pass it, while the others wait. Returns the result, or None on ranks without work.
 
-    Collective over the group (by default, the job). A UserError on one rank is raised on all of them, so that none is
-    left waiting.
+    Collective over the group (by default, the job). A UserError on one rank, or a file that the system refuses it, is
+    raised on all of them as a UserError, so that none is left waiting.
     """
     result = mistake = None
     try:
         result = work() if work else None
-    except UserError as error:
-        mistake = error.args
+    except (UserError, OSError) as error:
+        mistake = mistake_of(error).args
     if dist.is_initialized():
         mistake = next(filter(None, gathered(mistake, group)), None)
     if mistake:

@@ -7,6 +7,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
+from eagle3.durable import require_access
 from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.hub import require_target_folder
 from eagle3.parsing import parse_json
@@ -92,6 +93,7 @@ def require_weights(target: str) -> None:
             "there"
         )
     for file in sorted(folder.glob("*.safetensors")) if target != "demo" else ():
+        require_access(file)
         try:
             with safe_open(file, "np"):
                 pass

@@ -163,13 +163,11 @@ def _read_json(path: Path, kind: type[BaseModel]) -> Record:
 
 
 def _read_text(path: Path, remedy: str) -> str:
-    """Read the text of a file; empty if there is no file. Raises UserError if it cannot be read, or is not text."""
+    """Read the text of a file; empty if there is no file. Raises UserError if it is not text."""
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: damaged (not UTF-8: {error.reason} at byte {error.start}); {remedy}") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
 
 
 def _parsed(text: str, kind: type[BaseModel], origin: str, remedy: str, key: str = "") -> Record:

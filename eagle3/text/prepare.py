@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.console import GREEN, PLAIN, Progress, Warned, counted
+from eagle3.console import Progress, Warned, counted, with_marks
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.sealed import DAMAGE, read_sealed, sealed
@@ -283,13 +283,15 @@ def _check(samples: SampleSet, report: Callable[[str], None]) -> None:
 
 def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> str:
     """The sample's text with supervised tokens in green, or between ⟦ and ⟧."""
-    begin, end = (GREEN, PLAIN) if color else ("⟦", "⟧")
     lengths = sample.loss_mask.int().unique_consecutive(return_counts=True)[1].tolist()
-    pieces = []
-    for ids, loss_mask in zip(sample.ids.split(lengths), sample.loss_mask.split(lengths), strict=True):
-        text = tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
-        pieces.append(f"{begin}{text}{end}" if loss_mask[0] else text)
-    return "".join(pieces)
+    pieces = zip(sample.ids.split(lengths), sample.loss_mask.split(lengths), strict=True)
+    return with_marks(
+        (
+            (tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False), bool(loss_mask[0]))
+            for ids, loss_mask in pieces
+        ),
+        color,
+    )
 
 
 def _rules(encoder: SampleEncoder) -> bytes:

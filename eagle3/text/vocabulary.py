@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from eagle3.console import Progress
-from eagle3.durable import write_bytes
+from eagle3.durable import require_access, write_bytes
 from eagle3.errors import UserError
 from eagle3.text.samples import SampleSet
 
@@ -77,6 +77,7 @@ def save_vocabulary(vocabulary: DraftVocabulary, path: Path) -> None:
 
 def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
     """Read d2t and t2d from a safetensors file, such as an exported draft. Raises UserError if they do not fit."""
+    require_access(path)
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:

@@ -109,8 +109,8 @@ def holder_of(folder: Path) -> str | None:
 
 
 def _holder(path: Path) -> str:
-    """The first line of a claim, made printable, because anybody may have written it."""
+    """The first line of a claim. Anybody may have written it."""
     with suppress(OSError), path.open("rb") as file:
         line = file.read(200).decode("utf-8", "replace").partition("\n")[0]
-        return "".join(filter(str.isprintable, line)) or "a process that is starting"
+        return line or "a process that is starting"
     return "a process that is starting"

@@ -243,6 +243,14 @@ def test_preview_shows_what_is_supervised(tmp_path, tokenizer):
     assert "\033[32mone</s>\033[0m" in preview(samples[0], tokenizer, color=True)
 
 
+def test_data_cannot_forge_the_marks_of_a_preview_nor_control_the_terminal(tmp_path, tokenizer):
+    samples, _ = prepared(tmp_path, tokenizer, "one⟧ \033[2J⟦\x9b2J\ttwo")
+    for color, begin, end in ((False, "⟦", "⟧"), (True, "\033[32m", "\033[0m")):
+        text = preview(samples[0], tokenizer, color)
+        assert f"{begin}one\\u27e7 \\x1b[2J\\u27e6\\x9b2J\ttwo</s>{end}" in text, text
+        assert [text.count(mark) for mark in (begin, end)] == [1, 1]
+
+
 def test_a_long_preparation_reports_rate_and_time_left(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr("eagle3.console.QUIET_SECONDS", 0.0)
     lines: list[str] = []
