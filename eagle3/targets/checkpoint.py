@@ -34,6 +34,7 @@ from eagle3.parsing import DEEPEST, is_too_deep, parse_json
 
 PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # PyTorch's formats
 MOST_LAYERS = 1000
+LARGEST_SIZE = 1 << 24  # of those in SIZES; the largest vocabularies have 2 ** 18 tokens
 # Keys of config.json that are read here or by transformers without a check: their types, and sizes.
 OBJECTS = {"architectures": list, "auto_map": dict, "model_type": str, "quantization_config": dict}
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
@@ -120,7 +121,7 @@ def _flaw(values: object) -> str | None:
         if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would build them all
             return f"has {shown(layers)} layers, more than {MOST_LAYERS:,}"
         for key in SIZES if section in ("", "text_config.") else ():
-            if isinstance(part.get(key), int) and part[key] < 1:
+            if isinstance(part.get(key), int) and not 0 < part[key] <= LARGEST_SIZE:
                 return f"has {section}{key} {shown(part[key])}, which is no size"
     return None
 

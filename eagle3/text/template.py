@@ -76,6 +76,8 @@ def read_template(path: Path) -> str:
         PARSER.parse(plain)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{path}:{error.lineno}: {error.message:.200}; fix the chat template there") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: nested too deep to be parsed; fix data.chat_template") from error
     return text
 
 

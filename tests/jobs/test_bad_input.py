@@ -309,6 +309,9 @@ def test_a_broken_chat_template_is_named(recipe, topology):
     template = recipe.parent / "chat.jinja"
     template.write_text("{% for message in messages %}\n{{ message.content }\n{% endfor %}", encoding="utf-8")
     assert complaint(recipe, topology, f"data.chat_template={template}").startswith(f"{template}:2: unexpected '}}'")
+    template.write_text("{% if messages %}" * 3000 + "{% endif %}" * 3000, encoding="utf-8")
+    with pytest.raises(UserError, match=f"^{template}: nested too deep to be parsed; fix data.chat_template"):
+        require_inputs(load_recipe(recipe, [f"data.chat_template={template}"]))
 
 
 def test_layers_that_the_target_does_not_have_are_named(recipe, topology):

@@ -59,6 +59,7 @@ def test_sizes_that_a_config_leaves_to_its_class_are_named(new_recipe, tmp_path)
         ("qwen3.5-27b", {"text_config": None}, "gives none of the sizes of its language model"),
         ("qwen3-8b", {"architectures": [3]}, "has 3 in architectures, which is not the name of a class"),
         ("qwen3-8b", {"num_key_value_heads": 0}, "has num_key_value_heads 0, which is no size"),
+        ("qwen3-8b", {"vocab_size": 10**12}, "has vocab_size 1000000000000, which is no size"),
         ("qwen3.5-27b", {"text_config": {"hidden_size": -1}}, "has text_config.hidden_size -1, which is no size"),
         ("qwen3-8b", {"quantization_config": "fp8"}, "has quantization_config 'fp8', which is not a dict"),
     ],
