@@ -101,12 +101,14 @@ def start_distributed(
     require_relied()
     if "RANK" not in os.environ:  # started as a plain program: set what a launcher would set
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nothing listens there
     check_sizes(section, tensor, ulysses, ring, launched("WORLD_SIZE", 1))
     device = _own_device()
     forming = min(forming, timeout)
     with meeting():
         if not dist.is_initialized():
+            if launched("WORLD_SIZE", 1) == 1:
+                _start_alone(device, forming)
             deepspeed.init_distributed(
                 dist_backend="nccl" if device.type == "cuda" else "gloo",
                 auto_mpi_discovery=False,
@@ -140,6 +142,13 @@ def start_distributed(
     )
     _set_timeout(topology, timeout)
     return topology
+
+
+def _start_alone(device: torch.device, timeout: datetime.timedelta) -> None:
+    """Becomes a job of one process, which needs no port that others could reach: the store is in its own memory."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def _own_device() -> torch.device:
@@ -295,9 +304,3 @@ def _label(ranks: Sequence[int]) -> str:
             runs.append([rank, rank])
     text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -5,11 +5,14 @@ long it has been there. The first rank listens to all others, the others listen 
 each node also listen to their own node, where they can see which processes are alive. A rank has died if its process is
 gone, or if it is on a different node and has been silent for `silent_seconds`. A rank that stays at one place for
 `hang_seconds` hangs, or waits for one that does.
+
+Every rank also watches its launcher. If that is gone, the rank stops as on SIGTERM.
 """
 
 import json
 import linecache
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,11 +25,11 @@ from secrets import token_hex
 from types import FrameType
 from typing import NamedTuple
 
-import psutil
 import torch.distributed as dist
 
 from eagle3.console import Console
 from eagle3.errors import SharedUserError
+from eagle3.parallel.launcher import Launcher, lives
 from eagle3.parallel.topology import meeting, node_name
 
 BEAT_SECONDS = 1.0
@@ -40,6 +43,8 @@ VERDICT_SECONDS = SILENT_SECONDS + 20.0
 # Time from a verdict to the end of the processes, so that their own error messages can still appear.
 GRACE_SECONDS = 3.0
 SEE_OFF_SECONDS = 5.0
+# Time that a rank has to write a checkpoint and end after its launcher has ended.
+STOP_SECONDS = 60.0
 VERDICT, FIRST_DONE = "verdict", "first is done"
 PACKAGE = Path(__file__).parent.parent
 
@@ -95,7 +100,7 @@ class Watchdog(AbstractContextManager):
         self.silent_seconds, self.asleep_seconds = silent_seconds, asleep_seconds
         self.main, self.place, self.since = threading.get_ident(), "starting", time.monotonic()
         self.watched = self.quiet = self.left = self.broken = False
-        self.node = node_name()
+        self.node, self.launcher = node_name(), Launcher()
         self.count = self.exchanges = 0
         with meeting():
             store = (
@@ -192,6 +197,9 @@ class Watchdog(AbstractContextManager):
                     Console(speaks=True).warn(f"the watchdog of rank {self.rank} failed once and continues: {error!r}")
                 sound = False
             self.exchanges += 1
+            if self.launcher and self.launcher.is_gone():
+                self.launcher = None
+                self._stop()
             if verdict and not self.ended.is_set():
                 self._end(verdict)
 
@@ -220,7 +228,7 @@ class Watchdog(AbstractContextManager):
     def _without_store(self) -> Verdict:
         """The verdict after the store is gone. The store was in the first rank's process, or else in the launcher's."""
         time.sleep(BEAT_SECONDS)  # the store closes shortly before its process ends
-        if self.rank == 0 or (self._first.node == self.node and _lives(self._first.pid)):
+        if self.rank == 0 or (self._first.node == self.node and lives(self._first.pid)):
             return Verdict("the launcher that keeps the job's store has ended", first_gone=True)
         return self._first_gone("has ended,")
 
@@ -268,7 +276,7 @@ class Watchdog(AbstractContextManager):
                 continue
             loud = beat.watched and (self.broken or not beat.quiet)
             if beat.node == self.node:
-                if not _lives(beat.pid):
+                if not lives(beat.pid):
                     return Verdict(f"rank {rank} {beat.who} has ended, at {beat.place}", rank == 0)
             elif now - at > (self.silent_seconds if loud else self.asleep_seconds):
                 return Verdict(
@@ -291,6 +299,16 @@ class Watchdog(AbstractContextManager):
         culprits = "; ".join(f"rank {rank} {beat.who} {did}: {_doing(beat)}" for rank, beat in list(absent.items())[:4])
         waits = "".join(f"; rank {rank} waits in {_doing(beat)}" for rank, beat in list(waiting.items())[:1])
         return Verdict(f"no progress for {longest:.0f} s: {culprits}{waits}")
+
+    def _stop(self) -> None:
+        """Stops this rank as on SIGTERM, since its launcher is gone: training then ends after its step, with a
+        checkpoint. Ends the process if that takes longer than STOP_SECONDS."""
+        if self.local_rank == 0:
+            self.report("what started this job's ranks (deepspeed, torchrun or Slurm) has ended, so they stop")
+        deadline = threading.Timer(STOP_SECONDS, os._exit, [1])
+        deadline.daemon = True
+        deadline.start()
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _end(self, verdict: Verdict) -> None:
         if self.rank == 0 or (verdict.first_gone and self.local_rank < 2):
@@ -335,10 +353,3 @@ def _where(frames: list[FrameType]) -> str:
         if path.is_relative_to(PACKAGE):
             return f"{frame.f_code.co_name} ({path.relative_to(PACKAGE.parent)}:{frame.f_lineno})"
     return "outside of this package"
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
