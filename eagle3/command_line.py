@@ -3,6 +3,7 @@
 import argparse
 import gc
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,12 @@ from eagle3.console import silence_libraries
 from eagle3.errors import SharedUserError, shown
 from eagle3.recipe.loading import OTHER_NAMES, keys_of
 from eagle3.recipe.schema import Recipe
+
+# Options of the deepspeed launcher, which come before the script.
+DEEPSPEEDS = (
+    *("num_gpus", "num_nodes", "include", "exclude", "hostfile", "launcher", "launcher_args", "bind_cores_to_rank"),
+    *("master_addr", "master_port", "node_rank", "no_ssh", "no_python", "save_pid", "enable_each_rank_log"),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,6 +97,12 @@ class RecipeParser(Parser):
         near = get_close_matches(option.partition("=")[0], self._option_string_actions, 1, 0.8)
         if near and name not in by_name:
             raise SharedUserError(f"command line: {shown(option)} is not an option; did you mean {near[0]}?")
+        if name in DEEPSPEEDS:
+            given = option if equals else f"{option} {value}"
+            raise SharedUserError(
+                f"command line: {shown(option)} is an option of deepspeed; it belongs before the script: deepspeed "
+                f"{given} {sys.argv[0]}"
+            )
         if not keys:
             self.error(f"{shown(option)} is not an option")
         depth = min(key.count(".") for key in keys)  # prefer a key over one with the same name in a deeper section
@@ -107,7 +120,8 @@ def _value_of(word: str, words: list[str]) -> str:
 def slow_imports(quiet: bool = False) -> Iterator[None]:
     """Wraps the imports that take seconds; what can be checked without them comes first. Python's garbage collector is
     off inside, which saves a quarter of the time: nearly everything that an import creates stays. On a machine without
-    GPUs, this tells DeepSpeed to use the CPU, because DeepSpeed would otherwise warn that it found no accelerator.
+    GPUs, this tells DeepSpeed to use the CPU, because DeepSpeed would otherwise warn that it found no accelerator, and
+    OpenMP not to let waiting threads keep a core: beside other processes, that takes many times the work itself.
 
     quiet: let libraries print only errors.
     """
@@ -115,6 +129,8 @@ def slow_imports(quiet: bool = False) -> Iterator[None]:
     try:
         if quiet:
             silence_libraries()
+        if shutil.which("nvidia-smi") is None:
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # OpenMP reads it when PyTorch loads
         if "DS_ACCELERATOR" not in os.environ:
             import torch
 

@@ -61,15 +61,13 @@ set_environment() {
   [[ -v PYTORCH_CUDA_ALLOC_CONF ]] || default PYTORCH_ALLOC_CONF expandable_segments:True
   # Otherwise every rank would start as many threads as the node has cores.
   default OMP_NUM_THREADS "$((($(nproc) + $1 - 1) / $1))"
-  # Waiting threads should not keep a core from another rank's (README.md, "Two commands"). GPU nodes have enough cores.
-  command -v nvidia-smi >/dev/null || default OMP_WAIT_POLICY PASSIVE
 }
 
 default() { [[ -v $1 ]] || export "$1=$2"; }
 
 show_environment() {
   local name
-  for name in PYTHONPATH PYTORCH{,_CUDA}_ALLOC_CONF OMP_{NUM_THREADS,WAIT_POLICY} CUDA_VISIBLE_DEVICES; do
+  for name in PYTHONPATH PYTORCH{,_CUDA}_ALLOC_CONF OMP_NUM_THREADS CUDA_VISIBLE_DEVICES; do
     if [[ -v $name ]]; then show "export" "$name=${!name}"; fi
   done
 }

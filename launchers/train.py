@@ -149,7 +149,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         from eagle3.reporting.report import write_up
 
     if options.check:
-        layout = check_layout(recipe, options.deepspeed, options.check)
+        layout = check_layout(recipe, options.deepspeed, options.check, Console(True).warn)
         if holder := holder_of(folder.path):  # no error: the job being checked may start after that run has ended
             Console(True).warn(
                 f"{folder.path}: another run writes this folder ({holder}); until it ends, a second one is refused"

@@ -3,20 +3,23 @@
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
+from eagle3.console import Say
 from eagle3.errors import UserError
 from eagle3.jobs.job import find_target
-from eagle3.jobs.prospect import Prospect, config_of, require_judgeable
+from eagle3.jobs.prospect import Prospect, config_of, require_fitting_start, require_judgeable
 from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store
 from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.recipe.schema import Recipe
 from eagle3.training.deepspeed_file import deepspeed_config
 
 
-def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
+def check_layout(recipe: Recipe, deepspeed_file: Path, job: str, warn: Say) -> str:
     """Describe the recipe's layout on this job in one line.
 
     job: `NxP`, i.e. N nodes with P processes each
+    warn: gets a line for what may stop the job, or could not be checked
 
     Raises UserError if the recipe does not fit the job, or if traffic that should stay inside a node would leave it.
     """
@@ -29,14 +32,19 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
             f"processes; let their product divide {processes}, and use parallelism.ring between nodes"
         )
     samples = deepspeed_config(deepspeed_file, recipe.training, data)["train_micro_batch_size_per_gpu"]
-    here = Path(recipe.model.target).is_dir()  # a hub id is left for the job to check: its nodes may have the files
-    if here or recipe.model.target == "demo":
-        config = config_of(recipe)
-        Prospect.of(recipe, config).shape.check_parallel(sizes.tensor, sizes.ulysses)
-        require_judgeable(recipe, config)
     if recipe.hidden_states.mode == "stored":
         require_fitting_settings(recipe)
-        if here:
+    if config := _config_if_here(recipe, warn):
+        shape = Prospect.of(recipe, config).shape
+        shape.check_parallel(sizes.tensor, sizes.ulysses)
+        require_judgeable(recipe, config)
+        require_fitting_start(recipe, shape)
+        if recipe.data.max_length > shape.max_position_embeddings:
+            warn(
+                f"data.max_length: {recipe.data.max_length}, but the draft only reaches "
+                f"{shape.max_position_embeddings} (max_position_embeddings): a sample that is longer ends the job"
+            )
+        if recipe.hidden_states.mode == "stored" and Path(recipe.model.target).is_dir():
             require_fitting_store(find_target(recipe, torch.device("cpu"), say=lambda line: None))
     crosses = "crosses nodes" if nodes > 1 and inside * sizes.ring > processes else "inside a node"
     return (
@@ -45,3 +53,14 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str) -> str:
         f"{recipe.training.global_batch_size} samples a step, {samples} in each of {data} x "
         f"{recipe.training.accumulation} streams"
     )
+
+
+def _config_if_here(recipe: Recipe, warn: Say) -> PretrainedConfig | None:
+    """The target's config. If a hub id cannot be read, warns and returns None: the job's nodes may have it."""
+    try:
+        return config_of(recipe)
+    except UserError as mistake:
+        if Path(recipe.model.target).is_dir():
+            raise
+        warn(f"the target was not read, so neither the draft nor its layout was checked against it ({mistake})")
+        return None

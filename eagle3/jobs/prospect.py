@@ -1,7 +1,7 @@
 """What follows from a recipe and its target's config alone. Needs neither Megatron nor any data, so that recipes are
 written and plans are made in seconds."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
@@ -80,6 +80,31 @@ def require_judgeable(recipe: Recipe, target: PretrainedConfig) -> None:
             f"evaluation.conversations: {recipe.evaluation.conversations}, but the target's layers carry a state from "
             "token to token, which cannot be rolled back after a rejected draft; set it to 0 to train, and judge with "
             "evaluate.py --engine sglang evaluation.conversations=16"
+        )
+
+
+def require_fitting_start(recipe: Recipe, shape: DraftConfig) -> None:
+    """Raises UserError if model.draft.init_from is the export of a draft with other sizes than this run's, `shape`."""
+    draft, model, folder = recipe.model.draft, recipe.model, recipe.model.draft.init_from
+    if folder is None:
+        return
+    given = read_draft_config(folder / "config.json")
+    if given.window is not None and shape.window is None:
+        raise SharedUserError(
+            f"{folder}: has a window of {given.window} keys, this run's draft full attention; set model.draft.window "
+            "to that, or to another number"
+        )
+    # The draft vocabulary is taken from the export, too.
+    for name in shape.different_sizes(replace(given, draft_vocab_size=shape.draft_vocab_size))[:1]:
+        section, place = (model, "model") if name == "aux_layers" else (draft, "model.draft")
+        remedy = f"set model.draft.config to {folder}/config.json"
+        if getattr(section, name, None):
+            remedy = f"leave out {place}.{name} and {remedy}"
+        if name in ("hidden_size", "target_hidden_size", "vocab_size"):
+            remedy = "name the export of a draft for this target"
+        raise SharedUserError(
+            f"{folder}: {name} is {getattr(given, name)!r}, this run's draft has {getattr(shape, name)!r}; {remedy}, "
+            "or train without init_from"
         )
 
 

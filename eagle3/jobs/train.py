@@ -22,7 +22,7 @@ from eagle3.jobs.description import describe_run
 from eagle3.jobs.evaluate import held_out_prompts, judge, judgement_record, texts_of
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.plan import memory_plan
-from eagle3.jobs.prospect import require_judgeable
+from eagle3.jobs.prospect import require_fitting_start, require_judgeable
 from eagle3.jobs.provenance import input_digests, require_fitting_settings, require_fitting_store
 from eagle3.jobs.supply import HiddenStateSupply, hidden_state_supply
 from eagle3.kernels.choice import Choice, choose_kernels
@@ -172,6 +172,7 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
     if run.continues:
         run.on_first(lambda: run.folder.require_same_inputs(input_digests(inputs), console.warn))
     job = choose_draft(inputs, console)
+    require_fitting_start(recipe, job.shape)
     job.shape.check_parallel(sizes.tensor, sizes.ulysses)
     job.shape.check_context(int(job.train.lengths.max()))
     layers = job.shape.aux_layers
@@ -219,25 +220,7 @@ def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
             draft.lm_head.weight.copy_(shard(_drafted_rows(job, head), draft.lm_head.weight, topology.tensor))
     if settings.init_from is None:
         return draft
-    exported = read_exported(settings.init_from)
-    if exported.config.window is not None and job.shape.window is None:
-        raise UserError(
-            f"{exported.origin}: has a window of {exported.config.window} keys, this run's draft full attention; set "
-            "model.draft.window to that, or to another number"
-        )
-    for name in job.shape.different_sizes(exported.config)[:1]:
-        model = job.recipe.model
-        section, place = (model, "model") if name == "aux_layers" else (settings, "model.draft")
-        remedy = f"set model.draft.config to {exported.origin}/config.json"
-        if getattr(section, name, None):
-            remedy = f"leave out {place}.{name} and {remedy}"
-        if name in ("hidden_size", "target_hidden_size", "vocab_size"):
-            remedy = "name the export of a draft for this target"
-        raise UserError(
-            f"{exported.origin}: {name} is {getattr(exported.config, name)!r}, this run's draft has "
-            f"{getattr(job.shape, name)!r}; {remedy}, or train without init_from"
-        )
-    load_weights(draft, exported, topology.tensor)
+    load_weights(draft, read_exported(settings.init_from), topology.tensor)
     return draft
 
 

@@ -151,6 +151,15 @@ def _start_alone(device: torch.device, timeout: datetime.timedelta) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
+def job_store(timeout: datetime.timedelta) -> dist.Store:
+    """A connection to the key-value store of the job, which is kept by the first rank or by the launcher. A job of one
+    process gets a store of its own."""
+    if dist.get_world_size() == 1:
+        return dist.HashStore()
+    address, port = os.environ["MASTER_ADDR"], launched("MASTER_PORT", 0)
+    return dist.TCPStore(address, port, is_master=False, timeout=timeout)
+
+
 def _own_device() -> torch.device:
     """This process's GPU, or the CPU with this process's share of the cores. Raises UserError if the environment is not
     one that a launcher sets up."""

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from eagle3.console import Console
 from eagle3.errors import SharedUserError
 from eagle3.parallel.launcher import Launcher, lives
-from eagle3.parallel.topology import meeting, node_name
+from eagle3.parallel.topology import job_store, meeting, node_name
 
 BEAT_SECONDS = 1.0
 # Time limit for reaching the job's store, which takes seconds on a machine that is starting many processes.
@@ -78,7 +78,6 @@ class Verdict(NamedTuple):
 class Watchdog(AbstractContextManager):
     """Watches the job from every rank inside a `with` block. `at` records where this rank is.
 
-    address, port: address of the job's store, as set by the launcher.
     hang_seconds: None if no rank is ever to count as hung.
     report: called with the reason before this process exits with code 1; only on one rank, or on the first two of each
         node if the first rank died.
@@ -87,8 +86,6 @@ class Watchdog(AbstractContextManager):
     def __init__(
         self,
         *,
-        address: str,
-        port: int,
         hang_seconds: float | None,
         report: Callable[[str], None],
         local_rank: int = 0,
@@ -103,9 +100,7 @@ class Watchdog(AbstractContextManager):
         self.node, self.launcher = node_name(), Launcher()
         self.count = self.exchanges = 0
         with meeting():
-            store = (
-                dist.TCPStore(address, port, is_master=False, timeout=CONNECT) if self.world > 1 else dist.HashStore()
-            )
+            store = job_store(CONNECT)
             token = [token_hex(8)]
             dist.broadcast_object_list(token)
             # Use a separate prefix, because the store may have served an earlier run.

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from eagle3.errors import SharedUserError
-from eagle3.parallel.topology import node_name
+from eagle3.parallel.topology import job_store, node_name
 
 Gather = Callable[[Any], list[Any]]
 Value = TypeVar("Value")
@@ -144,8 +144,7 @@ class StoreGather:
 
 def store_gather(timeout: datetime.timedelta) -> StoreGather:
     """A gather over the store that this job's process group uses. timeout: how long ranks wait for the slowest one."""
-    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
-    return StoreGather(dist.PrefixStore("preflight", store), rank, world)
+    return StoreGather(dist.PrefixStore("preflight", job_store(timeout)), dist.get_rank(), dist.get_world_size())
 
 
 def join(gather: Gather, rank: int) -> Cluster:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from eagle3.errors import SharedUserError
 from eagle3.parallel.topology import gathered
-from eagle3.preflight.cluster import Finding, in_one_line, join
+from eagle3.preflight.cluster import Finding, join
 from eagle3.preflight.machine import check_open_files
 from eagle3.preflight.places import check_shared, free_bytes, judge_space
 from eagle3.preflight.sameness import PACKAGES, compare, own_traits
@@ -35,11 +35,7 @@ def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages:
 def require_room(output_dir: Path, checkpoint: int) -> None:
     """Raises SharedUserError if the disk has no room for one checkpoint of `checkpoint` bytes (see
     places.checkpoint_bytes). Call it on all ranks, which see the same file system."""
-    try:
-        free = free_bytes(output_dir)
-    except OSError as error:
-        raise SharedUserError(f"{output_dir}: {in_one_line(error)}; fix output.dir") from error
-    _require(judge_space(output_dir, free, checkpoint, "a checkpoint"))
+    _require(judge_space(output_dir, free_bytes(output_dir), checkpoint, "a checkpoint"))
 
 
 def _require(finding: Finding) -> None:

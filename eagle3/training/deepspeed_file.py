@@ -14,6 +14,7 @@ from eagle3.parallel.sizes import stream_samples
 from eagle3.parsing import read_json_object
 from eagle3.recipe.schema import Training
 
+ZERO2 = Path(__file__).parents[2] / "ds_configs" / "zero2.json"
 # Sections and keys that are filled in or checked here, and those that only DeepSpeed reads.
 OURS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
@@ -33,10 +34,9 @@ def read_deepspeed_file(path: Path, training: Training, data_ranks: int) -> dict
     """
     if path.suffix in (".yaml", ".yml"):
         raise SharedUserError(
-            f"--deepspeed {path}: takes a DeepSpeed file in JSON, such as ds_configs/zero2.json; name a recipe without "
-            "--deepspeed"
+            f"--deepspeed {path}: takes a DeepSpeed file in JSON, such as {ZERO2}; name a recipe without --deepspeed"
         )
-    remedy = "pass --deepspeed ds_configs/zero2.json"
+    remedy = f"pass --deepspeed {ZERO2}"
     config = read_json_object(path, remedy, f"fix the file, or {remedy}", SharedUserError)
     required = {
         "train_batch_size": training.global_batch_size,

@@ -2,6 +2,7 @@
 files."""
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -142,9 +143,11 @@ class RunFolder:
     def check(self, recipe: Recipe, resume: Resume) -> bool:
         """Whether running `recipe` here would continue a run. Changes nothing. Raises UserError if the folder cannot
         hold a run, or if the recipe would make the run compute something different."""
-        for path in (self.path, *self.path.parents):
-            if path.exists() and not path.is_dir():
-                raise UserError(f"{self.path}: a file is in the way of this folder; set output.dir to another place")
+        place = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not place.is_dir():
+            raise UserError(f"{self.path}: a file is in the way of this folder; set output.dir to another place")
+        if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
+            raise UserError(f"output.dir: {self.path}: {place} cannot be written; set output.dir to another place")
         target, own = Path(recipe.model.target).resolve(), self.path.resolve()
         if target.is_dir() and own.is_relative_to(target):
             raise UserError(

@@ -32,8 +32,6 @@ def watched(
     less_memory: the end of the UserError for a device that runs out of memory.
     """
     watchdog = Watchdog(
-        address=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         hang_seconds=hang_minutes and 60 * hang_minutes,
         report=lambda verdict: tell_error(f"{verdict}; see what it printed last, and {advice}"),

@@ -16,7 +16,7 @@ from places import LAUNCHERS, ROOT, TESTS
 from tiny_run import finish, launch, make_target, metrics, write_recipe
 
 SCRIPTS = sorted(LAUNCHERS.glob("*.sh")) + sorted((TESTS / "slurm").glob("*.sh"))
-VARIABLES = ("PROCESSES", "CUDA_VISIBLE_DEVICES", "CONTAINER_IMAGE", "PYTORCH_ALLOC_CONF", "OMP_WAIT_POLICY")
+VARIABLES = ("PROCESSES", "CUDA_VISIBLE_DEVICES", "CONTAINER_IMAGE", "PYTORCH_ALLOC_CONF")
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """What train.py says before a job begins: its layout, how it resumes, and why its processes cannot meet."""
 
+import json
 import os
 import socket
 import sys
@@ -7,7 +8,8 @@ from functools import partial
 
 import pytest
 from places import RECIPES, ZERO2
-from tiny_run import finish, launch
+from privileges import file_modes_count
+from tiny_run import finish, launch, write_recipe
 
 from eagle3.errors import UserError
 from eagle3.jobs.layout import check_layout
@@ -37,7 +39,8 @@ def recipe(chosen):
     ],
 )
 def test_a_layout_that_fits_is_told(job, message, chosen):
-    assert message in check_layout(recipe(chosen), ZERO2, job)
+    warnings: list[str] = []
+    assert message in check_layout(recipe(chosen), ZERO2, job, warnings.append) and not warnings
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def test_a_layout_that_fits_is_told(job, message, chosen):
 )
 def test_a_layout_that_does_not_fit_is_refused_with_the_remedy(job, message, chosen):
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
-        check_layout(recipe(chosen), ZERO2, job)
+        check_layout(recipe(chosen), ZERO2, job, warn=print)
 
 
 @pytest.fixture
@@ -83,9 +86,46 @@ def test_resume_from_anything_else_is_refused(here, tmp_path):
 
 def test_check_starts_nothing_and_a_mistake_is_a_line(here):
     code, printed, _ = here("--check", "1x2", "parallelism.ring=2", "training.global_batch_size=4")
-    assert code == 0 and printed.startswith("1 node of 2 processes: ") and len(printed.splitlines()) == 1
+    *loading, line = printed.splitlines()
+    assert code == 0 and line.startswith("1 node of 2 processes: ") and all("loading" in each for each in loading)
     code, _, stderr = here("--check", "1x2", "parallelism.ring=3")
     assert code == 2 and stderr.startswith("error: parallelism: ") and len(stderr.splitlines()) == 1
+
+
+def test_check_refuses_what_the_run_itself_would_refuse_later(here, target, tmp_path):
+    own = write_recipe(tmp_path, target)
+    foreign = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 64, "target_hidden_size": 64}
+    foreign |= {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    foreign |= {"vocab_size": 999, "draft_vocab_size": 200, "max_position_embeddings": 256}
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text(json.dumps(foreign))
+    code, _, stderr = here("--check", "1x1", own, f"model.draft.init_from={tmp_path / 'export'}", "data.max_length=256")
+    assert code == 2 and "name the export of a draft for this target" in stderr and stderr.count("\n") == 1
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    with file_modes_count():
+        code, _, stderr = here("--check", "1x1", own, f"output.dir={closed / 'runs' / 'mine'}", "data.max_length=256")
+    assert code == 2 and stderr.startswith("error: output.dir: ") and f"{closed} cannot be written" in stderr
+
+
+def test_check_warns_of_what_it_cannot_know(here, target, tmp_path, monkeypatch):
+    """Data may have longer samples than the draft reaches, and only the job's nodes may reach the hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    own = write_recipe(tmp_path, target)
+    code, printed, stderr = here("--check", "1x1", own, "data.max_length=257")
+    assert code == 0 and printed and stderr.startswith("warning: data.max_length: 257, but the draft only reaches 256")
+    code, printed, stderr = here("--check", "1x1", own, "model.target=acme/no-such-model")
+    assert code == 0 and printed and stderr.startswith("warning: the target was not read, so neither ")
+    assert "'acme/no-such-model'" in stderr and stderr.count("\n") == 1
+
+
+def test_a_mistake_with_deepspeed_names_what_works_from_here(here, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, stderr = here("--check", "1x1", "--deepspeed", "ds_configs/zero2.json")
+    assert code == 2 and stderr.endswith(f"no such file; pass --deepspeed {ZERO2}\n") and ZERO2.is_absolute()
+    for words in (("--num_gpus", "2"), ("--num_gpus=2",)):
+        code, _, stderr = here(*words)
+        assert code == 2 and f"it belongs before the script: deepspeed {' '.join(words)} " in stderr
 
 
 def test_a_port_that_another_job_holds_is_said_with_the_remedy(monkeypatch):

@@ -1,7 +1,11 @@
 """Group sizes that cannot work are refused in one line, with the nearest ones that can."""
 
+import datetime
+
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from definition import random_case
 from places import GOLDEN, TESTS
 
@@ -10,7 +14,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.jobs.verify import read_case, run_case
 from eagle3.parallel.sequence import SequenceSharding
-from eagle3.parallel.topology import every_core, start_distributed, usable_cores
+from eagle3.parallel.topology import every_core, job_store, start_distributed, usable_cores
 
 SHAPE = {
     "hidden_size": 96,
@@ -131,3 +135,10 @@ def test_work_that_other_processes_wait_for_gets_every_core_and_gives_them_back(
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(share)
+
+
+def test_a_job_of_one_process_listens_to_this_machine_alone(topology):
+    """The ports of its own store and of Gloo."""
+    addresses = {each.laddr.ip for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    assert addresses <= {"127.0.0.1", "::1"}, addresses
+    assert isinstance(job_store(datetime.timedelta(seconds=5)), dist.HashStore)

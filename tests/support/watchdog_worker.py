@@ -44,8 +44,6 @@ def ranks(case: str) -> None:
         topology = begin(case, rank)
         with (
             Watchdog(
-                address=os.environ["MASTER_ADDR"],
-                port=int(os.environ["MASTER_PORT"]),
                 hang_seconds=HANGS,
                 silent_seconds=SILENT,
                 asleep_seconds=ASLEEP,
