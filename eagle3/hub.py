@@ -22,6 +22,15 @@ def require_target_folder(name: str) -> None:
         raise UserError(f"target {name!r}: no such folder; name a checkpoint's folder or a hub id in model.target")
 
 
+def require_no_draft(name: str, values: dict) -> None:
+    """Raises UserError if a target's config.json, with these values, is that of a draft."""
+    if "draft_vocab_size" in values or "eagle" in str(values.get("architectures")).lower():
+        raise UserError(
+            f"target {name!r}: is a draft, not a target; name the model that it drafts for in model.target, and the "
+            "draft in model.draft.init_from to train it further, or with --draft to judge it"
+        )
+
+
 def require_draft_folder(name: str) -> None:
     """Like `require_target_folder`, for a draft, whose hub id always has an owner."""
     if Path(name).is_file():

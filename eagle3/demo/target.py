@@ -290,8 +290,7 @@ def greedy_answers(
         tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True) for question in questions
     ]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    earlier = json.loads(read_saved(saved, report) or b"{}")
-    answers = {int(index): text for index, text in earlier.items()}
+    answers = {int(index): text for index, text in json.loads(read_saved(saved, report) or b"{}").items()}
     report(f"answering {len(order):,} questions")
     progress = Progress(report, "answering", len(order), "questions")
     for start in range(0, len(order), BATCH):

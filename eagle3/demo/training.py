@@ -88,7 +88,7 @@ def _restored(
 ) -> list[torch.Tensor]:
     """Restores the saved state, if there is one. Returns the losses of the steps that it has behind it."""
     content = read_saved(saved, report)
-    if content is None:
+    if not content:
         return []
     state = {name: tensor.to(model.device) for name, tensor in load(content).items()}
     model.load_state_dict(state, strict=False)  # not its other entries
@@ -105,15 +105,13 @@ def write_saved(path: Path, content: bytes) -> None:
     write_bytes(path, hashlib.sha256(content).digest() + content)
 
 
-def read_saved(path: Path, report: Callable[[str], None]) -> bytes | None:
-    """What `write_saved` wrote. None if there is nothing or, with a warning, if it is damaged."""
-    if not path.exists():
-        return None
-    digest, content = (file := path.read_bytes())[:DIGEST_BYTES], file[DIGEST_BYTES:]
-    if hashlib.sha256(content).digest() == digest:
-        return content
-    report(Warned(f"{path}: does not fit its digest; this part of the demo target is made again"))
-    return None
+def read_saved(path: Path, report: Callable[[str], None]) -> bytes:
+    """What `write_saved` wrote. Empty if there is nothing or, with a warning, if it is damaged."""
+    content = path.read_bytes() if path.exists() else b""
+    if content and hashlib.sha256(content[DIGEST_BYTES:]).digest() != content[:DIGEST_BYTES]:
+        report(Warned(f"{path}: does not fit its digest; this part of the demo target is made again"))
+        return b""
+    return content[DIGEST_BYTES:]
 
 
 def rate(step: int, steps: int) -> float:

@@ -209,11 +209,11 @@ def _bucketed(
     texts: each with the places where it may be cut, ascending
     refusal: message of the UserError if no bucket has a prompt
     """
-    for buckets in (contexts_up_to(longest), SHORT) if contexts is None else (contexts,):
-        cuts = np.array([_cuts(places, buckets, longest) for _, places in texts], np.int64).reshape(-1, len(buckets))
-        if cuts.any():
-            break
-    else:
+    buckets = contexts_up_to(longest) if contexts is None else contexts
+    if contexts is None and not any(_cuts(places, buckets, longest).any() for _, places in texts):
+        buckets = SHORT
+    cuts = np.array([_cuts(places, buckets, longest) for _, places in texts], np.int64).reshape(-1, len(buckets))
+    if not cuts.any():
         raise UserError(refusal)
     if buckets is SHORT:
         report(

@@ -9,7 +9,7 @@ from safetensors import SafetensorError, safe_open
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.durable import require_access
 from eagle3.errors import SharedUserError, UserError, shown
-from eagle3.hub import require_target_folder
+from eagle3.hub import require_no_draft, require_target_folder
 from eagle3.parsing import parse_json
 from eagle3.recipe.schema import Model, Recipe
 from eagle3.recipe.section import paths_in
@@ -179,6 +179,7 @@ def _require_target(model: Model) -> None:
             raise SharedUserError(
                 f"target '{folder}': no config.json in this folder; copy it from where the weights come from"
             )
+        _sizes_of(model)  # refuses a draft, which has no tokenizer
         if not any(
             any(folder.glob(pattern)) for pattern in TOKENIZER_FILES
         ):  # transformers would create a tokenizer without tokens
@@ -200,6 +201,7 @@ def _sizes_of(model: Model) -> tuple[int | None, int | None]:
         return model.demo.vocab_size, model.demo.layers
     with suppress(OSError, ValueError, AttributeError):
         values = parse_json(Path(model.target, "config.json").read_text(encoding="utf-8"))
+        require_no_draft(model.target, values)
         values = values.get("text_config", values)
         sizes = (values.get(name) for name in ("vocab_size", "num_hidden_layers"))
         return tuple(size if type(size) is int else None for size in sizes)

@@ -356,8 +356,6 @@ def charts(run: RunRecord) -> Iterator[Plot | Absent]:
 
 
 def _or_absent(plot: Plot | None, name: str, title: str, why: str) -> Plot | Absent:
-    if plot is None:
-        return Absent(name, title, why)
-    if all(each.look == "rule" or (each.edges is None and len(each.x) < 2) for each in plot.series):
-        return Absent(name, title, f"one point makes no chart ({plot.alt.removesuffix('.')})")
-    return plot
+    if plot and any(each.edges is not None or (each.look != "rule" and len(each.x) > 1) for each in plot.series):
+        return plot
+    return Absent(name, title, f"one point makes no chart ({plot.alt.removesuffix('.')})" if plot else why)

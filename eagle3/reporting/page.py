@@ -178,12 +178,12 @@ def _sets_table(run: RunRecord) -> Table | None:
 
 def _pay_off_tables(run: RunRecord) -> list[Table]:
     """For each kind of costs, the speed-up by context and batch."""
-    tables = []
-    for pay_off in all_pay_offs(run.by_context):
-        head, *rows = pay_off.speed_up_table()
-        title = f"Speed-up with the best number of draft tokens (in brackets), {pay_off.source}; {pay_off.verdict()}"
-        tables.append(Table(title, head, rows))
-    return tables
+    title = "Speed-up with the best number of draft tokens (in brackets)"
+    return [
+        Table(f"{title}, {pay_off.source}; {pay_off.verdict()}", table[0], table[1:])
+        for pay_off in all_pay_offs(run.by_context)
+        for table in (pay_off.speed_up_table(),)
+    ]
 
 
 def _with_positions(title: str, head: Sequence[str], rows: Sequence[tuple[list[str], list[float]]]) -> Table:

@@ -272,17 +272,19 @@ def context_rows(by_context: Record) -> list[tuple[list[str], list[float]]]:
     Each row has the context in tokens, the acceptance length, its 95% confidence interval, and the numbers of prompts
     and verifications. With it comes, for each i, the share of verifications that accepted all of the drafts 0..i.
     """
-    rows = []
-    for row in sorted(by_context["contexts"], key=lambda row: row["context"]):
-        cells = [
-            tokens_label(row["context"]),
-            number(row.get("acceptance_length")),
-            _interval_text(row),
-            f"{row['conversations']:,}",
-            f"{row['verifications']:,}",
-        ]
-        rows.append((cells, row.get("position_acceptance") or []))
-    return rows
+    return [
+        (
+            [
+                tokens_label(row["context"]),
+                number(row.get("acceptance_length")),
+                _interval_text(row),
+                f"{row['conversations']:,}",
+                f"{row['verifications']:,}",
+            ],
+            row.get("position_acceptance") or [],
+        )
+        for row in sorted(by_context["contexts"], key=lambda row: row["context"])
+    ]
 
 
 def set_rows(evaluation: Record) -> list[tuple[list[str], list[float]]]:

@@ -29,7 +29,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config, tok
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from eagle3.errors import UserError, shown
-from eagle3.hub import require_hub, require_target_folder
+from eagle3.hub import require_hub, require_no_draft, require_target_folder
 from eagle3.parsing import DEEPEST, is_too_deep, parse_json
 
 PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # PyTorch's formats
@@ -94,11 +94,7 @@ def config_values(name: str, revision: str | None) -> dict:
         raise UserError(
             f"target {name!r}: its config.json {flaw}; fix it, or name the folder of another checkpoint in model.target"
         )
-    if "draft_vocab_size" in values or "eagle" in str(values.get("architectures")).lower():
-        raise UserError(
-            f"target {name!r}: is a draft, not a target; name the model that it drafts for in model.target, and the "
-            "draft in model.draft.init_from to train it further, or with --draft to judge it"
-        )
+    require_no_draft(name, values)
     return values
 
 

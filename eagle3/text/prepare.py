@@ -297,9 +297,7 @@ def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> 
 def _rules(encoder: SampleEncoder) -> bytes:
     """Everything but the conversations that the samples depend on."""
     tokenizer = encoder.tokenizer
-    options = [encoder.max_length, encoder.too_long, encoder.unusable, asdict(encoder.choices)]
-    if encoder.malformed == "drop":  # if not, the key stays what it was before this option existed
-        options.append("malformed rows dropped")
+    options = [encoder.max_length, encoder.too_long, encoder.unusable, encoder.malformed, asdict(encoder.choices)]
     # Special tokens count as well as the vocabulary, because templates read them. JSON keeps the parts apart.
     template, special = encoder.chat_template or tokenizer.chat_template, tokenizer.special_tokens_map
     return _json_line([FORMAT, options, template, special, tokenizer_identity(tokenizer)])

@@ -115,12 +115,8 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (origin, row or Malformed) for each row of a file whose suffix is one of KINDS. Raises UserError if the
     file cannot be read or its rows cannot be separated."""
     try:
-        if path.suffix == ".parquet":
-            yield from _parquet_rows(path)
-        elif path.suffix == ".json" or _begins_list(path):
-            yield from _json_rows(path)
-        else:
-            yield from _line_rows(path)
+        lines = _json_rows if _begins_list(path) else _line_rows
+        yield from {".json": _json_rows, ".jsonl": lines, ".parquet": _parquet_rows}[path.suffix](path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); check its rights and its disk") from error
 

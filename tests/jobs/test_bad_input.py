@@ -299,6 +299,16 @@ def test_a_target_that_is_not_there_or_not_whole_is_named(recipe, topology, targ
     assert message.startswith(f"target '{absent}': its causal language model cannot be read")
 
 
+def test_a_draft_given_as_target_is_called_a_draft(recipe, topology, tmp_path):
+    """An export has no tokenizer, and to copy one there would help nobody."""
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 300}))
+    assert f"target '{tmp_path}': is a draft, not a target; name" in complaint(
+        recipe, topology, f"model.target={tmp_path}"
+    )
+    with pytest.raises(UserError, match="is a draft, not a target"):
+        target_config(tmp_path)
+
+
 def test_a_target_without_chat_template_asks_for_one(recipe, topology, target, tmp_path):
     bare = make_target(tmp_path / "bare", template=None)
     message = complaint(recipe, topology, f"model.target={bare}")

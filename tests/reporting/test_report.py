@@ -32,7 +32,7 @@ from eagle3.reporting.advice import advise
 from eagle3.reporting.card import write_card
 from eagle3.reporting.charts import charts
 from eagle3.reporting.page import page as page_of
-from eagle3.reporting.plot import MOST_POINTS, drawn, thinned
+from eagle3.reporting.plot import MOST_POINTS, Plot, drawn, thinned
 from eagle3.reporting.record import estimated_curve, read_run, simulated_positions
 from eagle3.reporting.report import write_report, write_up
 from eagle3.training.run_folder import Resume, RunFolder
@@ -465,6 +465,36 @@ def test_what_looks_wrong_is_told_with_its_number_and_the_key_to_change(run, tro
     assert number in advice.finding and key in advice.keys
     page = render(run)
     assert advice.finding in page.text and f"{key}: " in page.text
+
+
+def test_a_single_point_is_told_in_a_sentence_and_is_no_chart(run):
+    change(run.by_context, contexts=by_context([2.9] * 5)["contexts"][:1], pay_off=[])
+    plots = {plot.name: plot for plot in charts(read_run(run.path))}
+    assert not isinstance(plots["contexts"], Plot) and "2.90 at 512" in plots["contexts"].why
+    assert isinstance(plots["positions"], Plot) and isinstance(plots["lengths"], Plot)
+
+
+def test_a_speed_below_one_is_explained_and_one_above_is_not(run):
+    change(run.evaluation, speed={"speculative": 145.0, "plain": 100.0})
+    fast = render(run).text
+    change(run.evaluation, speed={"speculative": 45.0, "plain": 100.0})
+    slow = render(run).text
+    assert "0.45x" in slow and "below 1x" in slow and "below 1x" not in fast
+
+
+def test_the_demo_is_not_told_to_use_more_text_which_no_key_gives_it(run):
+    _with_started(run, tokens=9000, supervised=4000)
+    few = read_run(run.path)
+    assert len(advise(few)) == 1
+    assert advise(dataclasses.replace(few, recipe=few.recipe | {"model": {"target": "demo"}})) == []
+
+
+def test_a_prompt_stands_on_the_page_once_whether_it_is_open_or_not(run):
+    """What its summary shows of it is hidden while the whole is shown."""
+    render(run)
+    page = run.report.read_text(encoding="utf-8")
+    assert page.count('<span class="opening">') == page.count('<pre class="tokens">') > 0
+    assert "details[open] > summary .opening { display: none }" in page
 
 
 def test_what_was_left_out_is_answered_by_its_reasons_alone(run):
