@@ -243,13 +243,13 @@ def capturing_ways(target: Any, options: argparse.Namespace, work: Path) -> dict
 
 def prefill(url: str, documents: Sequence[Any], in_flight: int) -> None:
     """Send requests as a capture's client does, but without the id that tells the hook to capture."""
-    from eagle3.targets.sglang.asking import ask
+    from eagle3.targets.sglang.asking import Generated, ask
     from eagle3.targets.sglang.version import greedy_request
 
     def one(ids: Any) -> None:
         body = greedy_request(ids.tolist(), 1)
         body["sampling_params"]["ignore_eos"] = True
-        tokens = ask(url, "/generate", body, timeout=3600)["meta_info"]["prompt_tokens"]
+        tokens = ask(url, "/generate", Generated, body, timeout=3600).prompt_tokens
         assert tokens == len(ids), f"{tokens} tokens prefilled of {len(ids)}"
 
     with ThreadPoolExecutor(in_flight) as pool:

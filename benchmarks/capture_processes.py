@@ -184,7 +184,7 @@ def _serve(work: Path, told: Any) -> None:
             ticket = Ticket.parse(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["rid"])
             for name in (ticket.shard, ticket.index):
                 os.link(work / "template" / name, work / "spool" / ticket.job / name)
-            self._answer({"meta_info": {"prompt_tokens": ticket.tokens}})
+            self._answer({"meta_info": {"finish_reason": {"type": "length"}, "prompt_tokens": ticket.tokens}})
 
         def _answer(self, body: dict[str, Any]) -> None:
             content = json.dumps(body).encode()

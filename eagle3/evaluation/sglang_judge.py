@@ -31,7 +31,8 @@ from torch import Tensor
 from eagle3.console import Progress, Warned
 from eagle3.errors import UserError
 from eagle3.evaluation.speculative import CountedConversation, Verdict, first_difference, tie_resolution
-from eagle3.targets.sglang.asking import ask
+from eagle3.servers import Answer
+from eagle3.targets.sglang.asking import Generated, ServerInfo, ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
 from eagle3.targets.sglang.version import (
     CONTEXT_RESERVE,
@@ -40,8 +41,6 @@ from eagle3.targets.sglang.version import (
     decoding_flags,
     greedy_answer,
     greedy_request,
-    kv_tokens_of,
-    scores_answer,
     scores_request,
     speculative_flags,
 )
@@ -193,7 +192,7 @@ def _start(kind: str, options: EngineOptions, flags: list[str], report: Callable
 
 def require_kv_room(server: SGLangServer, tokens: int) -> None:
     """Raises UserError if the server's KV cache cannot hold a request of so many tokens, prompt and answer."""
-    room = kv_tokens_of(_answer(server, "/server_info"))
+    room = _answer(server, "/server_info", ServerInfo).max_total_num_tokens
     if room < tokens:
         raise UserError(f"sglang: its KV cache holds {room:,} tokens, a prompt and its answer take up to {tokens:,}")
 
@@ -207,14 +206,14 @@ def decode_in_turn(
     Returns each server's answers.
     """
     for server in servers:
-        _answer(server, "/generate", greedy_request(prompts[0].tolist(), min(new_tokens, WARM_UP_TOKENS)))
+        _answer(server, "/generate", Generated, greedy_request(prompts[0].tolist(), min(new_tokens, WARM_UP_TOKENS)))
     answers: list[list[TimedAnswer]] = [[] for _ in servers]
     progress = Progress(report, "decoding by SGLang", len(prompts), "conversations")
     for number, prompt in enumerate(prompts, start=1):
         turns = [*zip(servers, answers, strict=True)]
         for server, its_answers in turns if number % 2 else reversed(turns):
             start = time.perf_counter()
-            answer = greedy_answer(_answer(server, "/generate", greedy_request(prompt.tolist(), new_tokens)))
+            answer = greedy_answer(_answer(server, "/generate", Generated, greedy_request(prompt.tolist(), new_tokens)))
             its_answers.append(TimedAnswer(answer, time.perf_counter() - start))
             if not answer.stopped and len(answer.tokens) < new_tokens:
                 raise UserError(
@@ -260,15 +259,16 @@ def compare_by_server(
         return verdict
     sample = torch.linspace(0, logits.vocab_size - 1, min(SAMPLED_SCORES, logits.vocab_size)).long().tolist()
     request = scores_request([*prompt.tolist(), *plain[:first]], [tokens[first], plain[first], *sample])
-    scores, best = scores_answer(_answer(server, "/generate", request))
-    spread = torch.tensor([*scores[2:], best])
+    answer = _answer(server, "/generate", Generated, request)
+    scores = [score for score, *_ in answer.scores]
+    spread = torch.tensor([*scores[2:], answer.best])
     resolution = tie_resolution((spread - spread[:-1].mean()).to(logits.dtype), logits.layers)
-    return "tie" if min(scores[:2]) >= best - float(resolution) else "mismatch"
+    return "tie" if min(scores[:2]) >= answer.best - float(resolution) else "mismatch"
 
 
-def _answer(server: SGLangServer, path: str, body: dict | None = None) -> dict:
+def _answer(server: SGLangServer, path: str, kind: type[Answer], body: dict | None = None) -> Answer:
     try:
-        return ask(server.url, path, body, timeout=ANSWER_SECONDS)
+        return ask(server.url, path, kind, body, timeout=ANSWER_SECONDS)
     except OSError as error:
         raise UserError(
             f"sglang: the server gave no answer ({error}): {server.last_words()}; lower target.memory_fraction, or "

@@ -40,10 +40,9 @@ MOST_LINES = 20
 
 
 def verify(job: Job, samples: dict[str, Wanted], console: Console, repair: bool) -> bool:
-    """Report everything that is wrong with the store. Returns whether it is whole. repair: delete whatever is
-    wrong."""
+    """Report everything that is wrong with the store. Returns whether it is whole. repair: delete whatever is wrong"""
     path = job.recipe.hidden_states.path
-    findings = check_store(path, store_provenance(job), samples, console)
+    findings = check_store(path, store_provenance(job), samples, console, job.config.vocab_size)
     for problem in findings.problems[:MOST_LINES]:
         console.result(str(problem))
     if len(findings.problems) > MOST_LINES:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,8 +33,15 @@ from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.head import load_target_head
 from eagle3.targets.logits import TargetHead, summarize_teacher
-from eagle3.targets.sglang.asking import START, server_info
-from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget, require_capture, require_spool_room
+from eagle3.targets.sglang.asking import START, ServerInfo, reported
+from eagle3.targets.sglang.client import (
+    PROBE_SECONDS,
+    Producer,
+    Servers,
+    SGLangTarget,
+    require_capture,
+    require_spool_room,
+)
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import SUPPORTED, is_tested
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
@@ -102,7 +110,7 @@ def _open_store(job: Job, samples: Split, spans: Spans | None) -> tuple[HiddenSt
     Samples that were captured whole serve any spans, drawn anew in every epoch. Samples captured with spans serve only
     those.
     """
-    store = HiddenStateStore.open(job.recipe.hidden_states.path, store_provenance(job))
+    store = HiddenStateStore.open(job.recipe.hidden_states.path, store_provenance(job), job.config.vocab_size)
     captured, original, detail = store.record.get("spans"), spans, ""
     missing = _missing(store, samples)
     if missing and spans is not None:
@@ -188,12 +196,13 @@ def _capture_engine(job: Job) -> tuple[EngineOptions, list[str]]:
     return replace(options, longest=longest), capture_flags(job.aux_layers, settings._asdict())
 
 
-def _require_servers(job: Job) -> None:
-    settings, options = hook_settings(job), engine_options(job)
-    for url in job.recipe.target.servers:
+def _require_servers(job: Job, urls: Sequence[str]) -> None:
+    """See `require_capture`."""
+    options = engine_options(job)
+    for url in urls:
         require_capture(
             url,
-            settings,
+            hook_settings(job),
             job.aux_layers,
             dtype=options.dtype,
             revision=options.revision,
@@ -217,16 +226,19 @@ def capture_target(job: Job, kept: Encoding, expected: Rows | None, processes: i
         spool = stack.enter_context(Spool(settings.spool, say, most))
         urls = target.servers
         if urls:
-            _require_servers(job)
+            _require_servers(job, urls)
         else:
             engine = SGLangServer(*_capture_engine(job), _devices(target.tensor), say)
             urls = [stack.enter_context(engine).url]
-        _compare_with_store(job, _probes(job, urls, expected, spool, say), expected)
+        probe = _compare_with_store(job, _probes(job, urls, expected, say), expected)
         servers = Servers(urls, spool.path, target.in_flight, say)
+        servers.check = partial(_require_unchanged, job, probe, say)
+        servers.remedy = f"delete the newer shards in {job.recipe.hidden_states.path}, and run capture.py again"
         producer = stack.enter_context(closing(Producer(servers, spool, most, readers=0)))
         try:
             encoding = replace(settings.encoding, window=kept.window, ttt_steps=kept.ttt_steps)
             yield SGLangTarget(producer, encoding, vocab_size=job.config.vocab_size, aux_layers=job.aux_layers)
+            servers.compare_all()
         except UserError as error:
             if engine is None or not engine.ended():
                 raise
@@ -252,39 +264,53 @@ def _devices(tensor: int) -> str | None:
     return ",".join(own)
 
 
-def _probes(job: Job, urls: Sequence[str], expected: Rows | None, spool: Spool, say: Say) -> Iterator[tuple[str, Rows]]:
+def _probes(job: Job, urls: Sequence[str], expected: Rows | None, say: Say) -> Iterator[tuple[str, Rows]]:
     """Each server, and what it computes of the probe document. Raises UserError if there is nothing to compare that
     with, and the server's SGLang was not tested."""
-    encoding, document = hook_settings(job).encoding, probe_document(job.config.vocab_size)
     for url in urls:
-        release = str(server_info(url).get("version"))
+        release = reported(url, ServerInfo).version
         if expected is None and not is_tested(release):
             raise SharedUserError(
                 f"target.allow_untested: {url} runs SGLang {release}, and this target cannot be computed with "
                 f"transformers here to check it; install {SUPPORTED}"
             )
-        servers = Servers([url], spool.path, 1, say)
-        with closing(Producer(servers, spool, 2 * spool_bytes(encoding, PROBE_TOKENS), readers=0)) as producer:
-            target = SGLangTarget(producer, encoding, vocab_size=job.config.vocab_size, aux_layers=job.aux_layers)
-            yield f"target.servers: {url}" if job.recipe.target.servers else "SGLang", target.prefill([document])[0]
+        yield _probe(job, url, say)
 
 
-def _compare_with_store(job: Job, probes: Iterable[tuple[str, Rows]], expected: Rows | None) -> None:
+def _probe(job: Job, url: str, say: Say) -> tuple[str, Rows]:
+    """A server, and what it computes of the probe document, which passes through a spool of its own."""
+    settings, document, vocab_size = hook_settings(job), probe_document(job.config.vocab_size), job.config.vocab_size
+    with Spool(settings.spool, say) as spool:
+        servers = Servers([url], spool.path, 1, say, PROBE_SECONDS)
+        room = 2 * spool_bytes(settings.encoding, PROBE_TOKENS)
+        with closing(Producer(servers, spool, room, readers=0)) as producer:
+            target = SGLangTarget(producer, settings.encoding, vocab_size=vocab_size, aux_layers=job.aux_layers)
+            return f"target.servers: {url}" if job.recipe.target.servers else "SGLang", target.prefill([document])[0]
+
+
+def _require_unchanged(job: Job, probe: Rows, say: Say, url: str) -> None:
+    """Raises ServerDiffers if a server is no longer what it was at the job's start, when it computed `probe`."""
+    require_same_target([_probe(job, url, say)], probe, "this job's start")
+    _require_servers(job, [url] if job.recipe.target.servers else [])
+
+
+def _compare_with_store(job: Job, probes: Iterable[tuple[str, Rows]], expected: Rows | None) -> Rows:
     """Raises UserError unless all servers compute what is expected or, if that is not known, what the store was
-    captured from, which a new store remembers."""
+    captured from, which a new store remembers. Returns that."""
     file, origin = Path(job.recipe.hidden_states.path) / FILE, "transformers"
     if expected is None:
         expected, origin = read_probe(file, job), "what the store was captured from"
     agreed_rows = require_same_target(probes, expected, origin)
     if not file.exists():
         write_probe(file, agreed_rows)
+    return agreed_rows
 
 
-def _compare_servers(job: Job, say: Say) -> None:
-    """Raises UserError unless the recipe's servers compute the target's hidden states."""
-    with Spool(hook_settings(job).spool, say) as spool:
-        expected = own_probe(job, say)
-        require_same_target(_probes(job, job.recipe.target.servers, expected, spool, say), expected, "transformers")
+def _compare_servers(job: Job, say: Say) -> Rows:
+    """Raises UserError unless the recipe's servers compute the target's hidden states. Returns those of the probe
+    document."""
+    expected = own_probe(job, say)
+    return require_same_target(_probes(job, job.recipe.target.servers, expected, say), expected, "transformers")
 
 
 @contextmanager
@@ -295,8 +321,8 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
         raise SharedUserError(
             f"target.servers: live training with SGLang needs running servers; for each, {START}, and name its URL"
         )
-    agreed((lambda: _require_servers(job)) if topology.is_first else None)
-    agreed((lambda: _compare_servers(job, say)) if topology.is_first else None)
+    agreed((lambda: _require_servers(job, target.servers)) if topology.is_first else None)
+    probe = agreed((lambda: _compare_servers(job, say)) if topology.is_first else None)
     settings, kept = hook_settings(job), store_encoding(job)
     most = round(target.spool_gib * 2**30 / topology.data.size())
     require_spool_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
@@ -305,19 +331,23 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
         spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say, most))) if asks else None)
         message = [spool.job if asks else None]
         dist.broadcast_object_list(message, group=topology.stream, group_src=0)
-        ask = None
+        ask = servers = None
         if asks:
             servers = Servers(target.servers, spool.path, target.in_flight, say)
             producer = stack.enter_context(closing(Producer(servers, spool, most, topology.stream.size())))
+            servers.remedy = "delete the newer checkpoints in output.dir, and continue with --resume"
+            if topology.is_first:
+                servers.check = partial(_require_unchanged, job, probe, say)
 
             def ask(ticket: Ticket, reading: Reading) -> None:
                 ids, wanted = reading.sample.ids, WantedRows(reading.supervised, kept.window, kept.ttt_steps)
                 producer.ask(ticket, ids, wanted, spool_bytes(settings.encoding, len(ids), wanted))
 
-        reader = SpoolReader(Path(settings.spool) / message[0], topology.stream.rank())
+        reader = SpoolReader(Path(settings.spool) / message[0], topology.stream.rank(), job.config.vocab_size)
         source = SpooledSource(reader, message[0], ask)
         agreed(lambda: _check_head(source, head, topology))
         yield source
+        agreed(servers and servers.compare_all)
 
 
 def _check_head(source: SpooledSource, head: TargetHead, topology: Topology) -> None:

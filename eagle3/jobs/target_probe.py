@@ -16,10 +16,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from eagle3.console import Say, waiting
 from eagle3.durable import write_bytes
-from eagle3.errors import SharedUserError, UserError
+from eagle3.errors import UserError
 from eagle3.jobs.job import Job, start_target
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
 from eagle3.targets.checkpoint import indexed_files
+from eagle3.targets.sglang.client import ServerDiffers
 
 PROBE_TOKENS = 64
 # Bytes of the weights of a target that is loaded on the host for this alone.
@@ -61,7 +62,7 @@ def own_probe(job: Job, say: Say) -> Rows | None:
 
 
 def require_same_target(probes: Iterable[tuple[str, Rows]], expected: Rows | None, origin: str) -> Rows:
-    """Raises UserError unless all probes agree with `expected` or, if that is None, with the first of them. Returns
+    """Raises ServerDiffers unless all probes agree with `expected` or, if that is None, with the first of them. Returns
     what they agree with.
 
     probes: each with what computed it
@@ -72,7 +73,7 @@ def require_same_target(probes: Iterable[tuple[str, Rows]], expected: Rows | Non
             expected, origin = rows, name
         for kind, error, bound in differences(rows, expected):
             if not error <= bound:
-                raise SharedUserError(
+                raise ServerDiffers(
                     f"{name}: its hidden states are not those of {origin} ({kind} is off by {error:.1%} in at least "
                     f"{1 - SHARE:.0%} of {PROBE_TOKENS} tokens, bound {bound:.1%}); serve the checkpoint that "
                     "model.target names, as launchers/capture.py --print-server says, or set "

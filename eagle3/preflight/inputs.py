@@ -15,7 +15,7 @@ from eagle3.recipe.schema import Model, Recipe
 from eagle3.recipe.section import paths_in
 from eagle3.states.store.files import LocalFiles, is_url, no_store
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
-from eagle3.targets.sglang.asking import server_info
+from eagle3.targets.sglang.asking import ServerInfo, reported
 from eagle3.text.conversations import dataset_of
 from eagle3.text.rows import KINDS
 from eagle3.text.template import check_variables, read_template
@@ -126,7 +126,7 @@ def require_servers(urls: list[str]) -> None:
     """Raises UserError if one of target.servers does not answer. Whether it captures the right thing is checked once
     the data are known."""
     for url in urls:
-        server_info(url)
+        reported(url, ServerInfo)
 
 
 def require_export(draft: Path, option: str = "--draft ") -> DraftConfig:

@@ -5,16 +5,17 @@ import ipaddress
 import json
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import httpx2
+from pydantic import AfterValidator, AliasPath, BeforeValidator, Field
 
 from eagle3.errors import UserError
-from eagle3.parsing import parse_json
+from eagle3.servers import Client, Count, Declined, ListOf, Malformed, Name, NoAnswer, Typed, ask_once
 
-CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0
-REASON_CHARACTERS = 300
+MESSAGE = ("choices", 0, "message")
+Text = Annotated[str, BeforeValidator(lambda text: "" if text is None else text)]  # null is empty
 PATIENCE = (1.0, 2.0, 4.0, 8.0)  # seconds before each check whether a silent endpoint is back
 
 
@@ -22,22 +23,59 @@ class Refused(Exception):
     """Raised if the server refuses a request because of the request itself. The message is the server's reason."""
 
 
-class NoAnswer(Exception):
-    """Raised if there is no answer this time: connection lost, time-out, overload, or an error in the server."""
-
-
 class Unfit(Exception):
     """Raised if the endpoint cannot answer any of our requests: wrong key, no such route, a redirect."""
 
 
-class Answer(NamedTuple):
+class _Model(Typed):
+    id: Name
+
+
+class _Models(Typed):
+    """An answer to /v1/models."""
+
+    data: ListOf[_Model]
+
+
+def _as_json(arguments: Any) -> str:
+    """A call's arguments in OpenAI's form, a JSON string. Some servers send an object, or null if there are none."""
+    if isinstance(arguments, str):
+        return arguments
+    return "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
+
+
+class _Function(Typed):
+    name: Text
+    arguments: Annotated[str, BeforeValidator(_as_json)] = "{}"
+
+
+class _Call(Typed):
+    id: Text = ""
+    function: _Function
+
+
+def _openai_calls(calls: list[_Call] | None) -> list[dict]:
+    return [{"id": call.id, "type": "function", "function": call.function.model_dump()} for call in calls or ()]
+
+
+class Answer(Typed):
     """One answer, as the target gave it."""
 
-    content: str
-    reasoning: str | None
-    tool_calls: list[dict]  # in OpenAI's form, with arguments as a JSON string
-    finish_reason: str
-    tokens: int  # number of generated tokens
+    content: Text = Field("", validation_alias=AliasPath(*MESSAGE, "content"))
+    # Servers name the reasoning either way; both are empty if there is none.
+    reasoning_content: Text = Field("", validation_alias=AliasPath(*MESSAGE, "reasoning_content"))
+    plain_reasoning: Text = Field("", validation_alias=AliasPath(*MESSAGE, "reasoning"))
+    tool_calls: Annotated[ListOf[_Call] | None, AfterValidator(_openai_calls)] = Field(
+        [], validation_alias=AliasPath(*MESSAGE, "tool_calls")
+    )
+    finish_reason: Name = Field(validation_alias=AliasPath("choices", 0, "finish_reason"))
+    tokens: Annotated[Count, BeforeValidator(lambda count: count or 0)] = Field(
+        0, validation_alias=AliasPath("usage", "completion_tokens")
+    )
+
+    @property
+    def reasoning(self) -> str:
+        return self.reasoning_content or self.plain_reasoning
 
 
 class Served(NamedTuple):
@@ -118,15 +156,12 @@ def find_model(urls: Sequence[str], model_name: str | None, key: str | None) -> 
 
 def _model_names(url: str, key: str | None) -> list[str]:
     try:
-        response = httpx2.get(f"{url}/models", headers=_headers(key), timeout=PROBE_SECONDS)
-        _require_answer(response, key)
-        return [model["id"] for model in parse_json(response.content)["data"]]
-    except (httpx2.TransportError, httpx2.DecodingError) as error:
-        raise NoAnswer(_words(error)) from error
-    except Refused as error:
-        raise Unfit(str(error)) from error
-    except (ValueError, TypeError, LookupError) as error:
-        raise Unfit("/v1/models is not answered as OpenAI does") from error
+        return [model.id for model in ask_once(f"{url}/models", _Models, PROBE_SECONDS, key=key).data]
+    except Malformed as error:
+        raise Unfit(f"/v1/models is not answered as OpenAI does ({error})") from error
+    except Declined as error:
+        failure = _failure(error)
+        raise (failure if isinstance(failure, NoAnswer) else Unfit(str(failure))) from error
 
 
 class Endpoint:
@@ -152,25 +187,15 @@ class Endpoint:
         self.failures = 0  # requests given up since the last answer
         self._last_seen = time.monotonic()
         self._looking = asyncio.Lock()
-        self._client = httpx2.AsyncClient(
-            headers=_headers(key),
-            timeout=httpx2.Timeout(timeout, connect=CONNECT_SECONDS),
-            limits=httpx2.Limits(max_connections=concurrency + 1, max_keepalive_connections=concurrency),
-        )
+        self.timeout = timeout
+        self._client = Client(key, concurrency)
 
     async def chat(self, body: dict[str, Any]) -> Answer:
         """Request one answer. Raises Refused, NoAnswer or Unfit."""
-        content = json.dumps(body, ensure_ascii=False).encode()
         try:
-            response = await self._client.post(
-                f"{self.url}/chat/completions", content=content, headers={"Content-Type": "application/json"}
-            )
-            _require_answer(response, self.key)
-            answer = _answer(parse_json(response.content))
-        except (httpx2.TransportError, httpx2.DecodingError) as error:
-            raise NoAnswer(_words(error)) from error
-        except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
-            raise NoAnswer(f"the answer is not of the OpenAI form ({type(error).__name__}: {error!s:.200})") from error
+            answer = await self._client.ask(f"{self.url}/chat/completions", Answer, self.timeout, body)
+        except Declined as error:
+            raise _failure(error) from error
         self._last_seen = time.monotonic()
         return answer
 
@@ -196,71 +221,11 @@ class Endpoint:
         await self._client.aclose()
 
 
-def _headers(key: str | None) -> dict[str, str]:
-    return {} if key is None else {"Authorization": f"Bearer {key}"}
-
-
-def _require_answer(response: httpx2.Response, key: str | None) -> None:
-    status = response.status_code
-    if status == 200:
-        return
-    message = f"{status}: {_reason(response, key)}"
+def _failure(declined: Declined) -> Refused | NoAnswer | Unfit:
+    """What a status other than 200 means."""
+    status, message = declined.status, str(declined)
     if status in (408, 425, 429) or status >= 500:
-        raise NoAnswer(message)
+        return NoAnswer(message)
     if status in (401, 403):
         message += "; give its key with --api-key-file or OPENAI_API_KEY"
-    raise (Unfit if status < 400 or status in (401, 403, 404, 405) else Refused)(message)
-
-
-def _reason(response: httpx2.Response, key: str | None) -> str:
-    """The server's message, on one line and without the key, which some servers repeat."""
-    if response.is_redirect:
-        return f"it redirects to {response.headers['location']}"
-    try:
-        body = parse_json(response.content)
-        for name in ("error", "message", "detail"):  # vLLM nests the message, SGLang does not, FastAPI says detail
-            if isinstance(body, dict):
-                body = body.get(name, body)
-    except ValueError:
-        body = response.text
-    line = " ".join((body if isinstance(body, str) else json.dumps(body)).split()) or response.reason_phrase
-    return (line if key is None else line.replace(key, "[key]"))[:REASON_CHARACTERS]
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")
-
-
-def _answer(response: dict) -> Answer:
-    """Get the answer from a response. Raises TypeError, ValueError, LookupError or AttributeError if malformed."""
-    (choice,) = response["choices"]
-    message = choice["message"]
-    calls = [
-        {
-            "id": call["id"],
-            "type": "function",
-            "function": {"name": _text(call["function"]["name"]), "arguments": _arguments(call["function"])},
-        }
-        for call in message.get("tool_calls") or ()
-    ]
-    return Answer(
-        content=_text(message.get("content")),
-        reasoning=_text(message.get("reasoning_content")) or _text(message.get("reasoning")) or None,
-        tool_calls=calls,
-        finish_reason=str(choice["finish_reason"]),
-        tokens=int((response.get("usage") or {}).get("completion_tokens") or 0),
-    )
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str | None):
-        raise TypeError(f"a {type(value).__name__} instead of a text")
-    return value or ""
-
-
-def _arguments(function: dict) -> str:
-    """The arguments as a JSON string, OpenAI's form. Some servers send an object, or nothing if there are none."""
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        return arguments
-    return "{}" if arguments is None else json.dumps(arguments, ensure_ascii=False)
+    return (Unfit if status < 400 or status in (401, 403, 404, 405) else Refused)(message)

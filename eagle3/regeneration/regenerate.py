@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from eagle3.console import Progress
 from eagle3.errors import UserError
 from eagle3.regeneration.answers import AnswerFile
-from eagle3.regeneration.endpoint import Endpoint, NoAnswer, Refused, Unfit
+from eagle3.regeneration.endpoint import Endpoint, Refused, Unfit
 from eagle3.regeneration.turns import Generation, LeftOut, Plan, Work, plan_of
+from eagle3.servers import NoAnswer
 from eagle3.text.conversations import Conversation
 
 MOST_TRIES = 4  # for one conversation, before this run gives it up

@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from eagle3.parsing import parse_json
-from eagle3.regeneration.endpoint import Answer, Endpoint, NoAnswer
+from eagle3.regeneration.endpoint import Answer, Endpoint
+from eagle3.servers import NoAnswer
 from eagle3.text.conversations import Conversation
 
 SENT = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")  # keys of a message that are sent

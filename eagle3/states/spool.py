@@ -34,8 +34,8 @@ from eagle3.errors import SharedUserError, UserError
 from eagle3.parsing import parse_json
 from eagle3.states.capture import token_bytes
 from eagle3.states.rows import Rows
-from eagle3.states.store.files import LocalFiles
-from eagle3.states.store.reader import HiddenStateStore, Location, RowRequest
+from eagle3.states.store.files import DamagedStore, LocalFiles
+from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location, RowRequest
 from eagle3.states.store.shard import (
     DATA_START,
     Encoding,
@@ -279,12 +279,13 @@ class SpoolReader:
     """Reads samples from a job's folder as they arrive.
 
     number: this reader's number among the job's readers; every reader reads every sample
+    vocab_size: of the target, see HiddenStateStore
     """
 
-    def __init__(self, path: Path, number: int) -> None:
+    def __init__(self, path: Path, number: int, vocab_size: int = ANY_TOKEN) -> None:
         self.path, self.number = path, number
         self.files = LocalFiles(path)
-        self.store = HiddenStateStore(self.files, {}, {}, provenance_digest=None)  # the folder belongs to one job
+        self.store = HiddenStateStore(self.files, {}, {}, None, vocab_size)  # no digest: the folder belongs to one job
 
     def wait(self, ticket: Ticket) -> Location:
         """Wait until the sample is there. Raises UserError if it failed, or if the job's owner is gone."""
@@ -309,8 +310,16 @@ class SpoolReader:
         return Location(shard_index, entry)
 
     def read(self, location: Location, aux: Tensor, teacher: Tensor) -> Rows:
-        """Read rows of a sample (see `RowRequest`). Any row can be read."""
-        return self.store.read_at([location], [RowRequest(location.entry.id, aux, teacher)])[0]
+        """Read rows of a sample (see `RowRequest`). Any row can be read. Raises UserError if the bytes are not those
+        that a server wrote, or predictions are out of range."""
+        try:
+            return self.store.read_at([location], [RowRequest(location.entry.id, aux, teacher)])[0]
+        except DamagedStore as error:
+            raise UserError(
+                f"{self.path}: a server of target.servers left a sample of {location.entry.tokens:,} tokens that "
+                f"{error.flaw}; look at its log, start it as launchers/capture.py --print-server says, and continue "
+                "(train.py with --resume)"
+            ) from error
 
     def kept(self, location: Location) -> tuple[Tensor, Tensor]:
         """Masks [T] of a sample's rows whose auxiliary states, and whose predictions, are there."""

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -91,20 +92,39 @@ def test_a_capture_split_killed_damaged_and_repaired_ends_complete_without_dupli
     assert checked(recipe, store, topology).problems == []
 
 
-def test_a_store_whose_description_was_replaced_is_not_repaired_but_named(tmp_path, recipe, topology):
+def test_a_verify_finds_values_that_no_target_computes_and_a_repair_removes_those_samples_alone(
+    tmp_path, recipe, topology, capsys
+):
+    """The writer does not know the vocabulary, so it takes whatever a server that is not ours computes."""
     loaded = load_recipe(recipe, [f"hidden_states.path={tmp_path}"])
     job = job_of(loaded, topology)
     samples = wanted_samples((job.train, job.held_out))
     encoding = Encoding(loaded.hidden_states.codec, loaded.hidden_states.dtype, HIDDEN)
+    size, none = job.config.vocab_size, float("nan")
+    bad = dict(zip(samples, [("argmax", size), ("argmax", -1), ("logsumexp", none)], strict=False))
     with StoreWriter(tmp_path, provenance(job), encoding, shard_tokens=500) as writer:
         for name, one in samples.items():
-            writer.add(name, one.load().ids, one.load().loss_mask, sample(1, tokens=one.tokens)[3])
-    assert verify(job, samples, Console(True), repair=False)
+            rows = sample(1, tokens=one.tokens)[3]
+            rows.teacher.argmax.remainder_(size)
+            column, value = bad.get(name, ("logsumexp", 0.0))
+            getattr(rows.teacher, column)[taught_rows(one.load().loss_mask).nonzero()[-1]] = value
+            writer.add(name, one.load().ids, one.load().loss_mask, rows)
+    verified = partial(verify, job, samples, Console(True))
+    assert not verified(repair=False)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("out of range: sample ")]
+    assert [re.split("[ :]+", line)[4] for line in lines] == sorted(bad)
+    store = HiddenStateStore.open(str(tmp_path), store_provenance(job), size)
+    for name in bad:
+        taught = taught_rows(samples[name].load().loss_mask).nonzero().flatten()
+        with pytest.raises(UserError, match=f"sample {name}: has .*capture.py --repair"):
+            store.read([RowRequest(name, taught[:0], taught)])
+    assert not verified(repair=True)
+    assert HiddenStateStore.open(str(tmp_path), store_provenance(job), size).missing(samples) == list(bad)
     described = json.loads((tmp_path / "store.json").read_text())
     described["provenance"]["target"] = "another"
     (tmp_path / "store.json").write_text(json.dumps(described))
     with pytest.raises(UserError, match="store.json: says target='another'.*restore the store.json"):
-        verify(job, samples, Console(True), repair=True)
+        verified(repair=True)
 
 
 def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever_was_killed(tmp_path, recipe):

@@ -121,7 +121,7 @@ def test_an_export_is_judged_by_itself_as_after_training(recipe, topology):
         ("capture.py", ["--part", "half"], "--part: 'half' is not a share; write I/N"),
         ("capture.py", ["--part", "٠/٢"], "is not a share; write I/N"),
         ("capture.py", ["--part", "0/2", "--verify"], "--verify checks the whole store; leave it out"),
-        ("capture.py", ["hidden_states.path=s3://a/b"], "a store is written to a folder"),
+        ("capture.py", ["--repair", "hidden_states.path=s3://a/b"], "a store is written to a folder"),
         ("capture.py", ["hidden_states.ulysses=2"], "hidden_states: tensor 1 x ulysses 2 x ring 1 takes 2 processes"),
         ("capture.py", ["hidden_states.path=s3://bucket/states"], "a store is written to a folder"),
         ("capture.py", ["hidden_states.codec=gzip"], "hidden_states.codec"),

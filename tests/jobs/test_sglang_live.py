@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import httpx2
 import pytest
 import torch
 import yaml
@@ -39,7 +40,7 @@ from eagle3.states.rows import Rows
 from eagle3.states.spool import Spool, SpoolReader, spool_bytes
 from eagle3.states.store.folder import MANIFEST, Manifest
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
-from eagle3.targets.sglang.asking import ask
+from eagle3.targets.sglang.asking import Generated, ModelInfo, ServerInfo, ask
 from eagle3.targets.sglang.client import Producer, Servers
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.server import SGLangServer, _free_port
@@ -97,12 +98,12 @@ class Case:
 
     def settings(self) -> HookSettings:
         """The settings of the server's hook, as the server reports them."""
-        return HookSettings(**reported_settings(ask(self.url, "/server_info")))
+        return HookSettings(**reported_settings(ask(self.url, "/server_info", ServerInfo)))
 
 
 def answers(url: str) -> bool:
     with suppress(OSError):
-        return bool(ask(url, "/model_info"))
+        return bool(ask(url, "/model_info", ModelInfo))
     return False
 
 
@@ -315,7 +316,9 @@ def test_a_server_of_another_checkpoint_is_refused_and_one_that_has_replaced_its
         assert f"this server loaded {other}, which is not the checkpoint that model.target names" in output
         assert "Traceback" not in output
     with capturing_server(case.folder / "target", case.settings(), LAYERS) as server:
-        assert ask(server.url, "/update_weights_from_disk", {"model_path": str(other)}, timeout=HANG_SECONDS)["success"]
+        replacing = f"{server.url}/update_weights_from_disk"
+        replaced = httpx2.post(replacing, json={"model_path": str(other)}, timeout=HANG_SECONDS)
+        assert replaced.json()["success"]
         output = case.run("capture", words, f"target.servers=['{server.url}']", code=2)
         assert f"model_path (its weights were replaced) '{other}' (here: '{case.folder}/target')" in output
         with target_behind([server.url], case.settings(), LAYERS, vocab_size=VOCABULARY) as target:
@@ -357,7 +360,8 @@ def test_servers_that_hang_hold_up_nothing_while_another_one_answers(case, monke
         wait_until(lambda: target.producer.servers.live == {case.url})
         os.killpg(second.process.pid, signal.SIGCONT)
         # It does what it was asked before, then this, and writes.
-        ask(second.url, "/generate", {"input_ids": [3], "sampling_params": {"max_new_tokens": 1}}, timeout=HANG_SECONDS)
+        request = {"input_ids": [3], "sampling_params": {"max_new_tokens": 1}}
+        ask(second.url, "/generate", Generated, request, timeout=HANG_SECONDS)
         time.sleep(1)
         assert left_in(target.producer.spool.path) == ["owner.lock", "reserve"]
 

@@ -27,7 +27,7 @@ from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import read_manifest
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.states.store.writer import StoreWriter
-from eagle3.targets.sglang.asking import ask
+from eagle3.targets.sglang.asking import Generated, ModelInfo, ServerInfo, ask
 from eagle3.targets.sglang.client import SGLangTarget, require_capture
 from eagle3.targets.sglang.server import SGLangServer
 from eagle3.targets.sglang.version import capture_flags, greedy_request, other_numbers
@@ -131,7 +131,7 @@ def test_all_that_makes_a_server_compute_something_else_is_named(targets, llama,
     with cpu_environment(), SGLangServer(options(model, dtype="bfloat16"), flags) as server:
         with pytest.raises(UserError) as refusal:
             require_capture(server.url, settings, AUX_LAYERS, dtype="float32")
-        info, about = (ask(server.url, path) for path in ("/server_info", "/model_info"))
+        info, about = (ask(server.url, *route) for route in (("/server_info", ServerInfo), ("/model_info", ModelInfo)))
     for named in (
         "dtype of the target 'bfloat16' (here: 'float32')",
         "revision 'abc' (here: None)",
@@ -142,9 +142,11 @@ def test_all_that_makes_a_server_compute_something_else_is_named(targets, llama,
     ):
         assert named in str(refusal.value)
     for name, value in (("quantization", "fp8"), ("lora_paths", ["a"]), ("enable_lora", True)):  # not on a CPU
-        asked = f"{info['launch_command']} --{name.replace('_', '-')}"
-        assert name in other_numbers(info | {name: value, "launch_command": asked}, about)
-        assert name not in other_numbers(info | {name: value}, about), "SGLang's own choice for this target"
+        asked = [*info.launch_command, f"--{name.replace('_', '-')}"]
+        assert name in other_numbers(info.model_copy(update={name: value, "launch_command": asked}), about)
+        assert name not in other_numbers(info.model_copy(update={name: value}), about), (
+            "SGLang's own choice for this target"
+        )
 
 
 def test_a_request_that_the_hook_cannot_serve_fails_with_the_reason_and_the_server_goes_on(llama):
@@ -155,7 +157,7 @@ def test_a_request_that_the_hook_cannot_serve_fails_with_the_reason_and_the_serv
         spool = target.producer.spool
         ticket = Ticket.of(spool.job, "a" * 32, 20, 1)
         (spool.path / ticket.mark("wanted")).write_text("{")
-        ask(server.url, "/generate", {"rid": ticket.text, **greedy_request(prompt.tolist(), 1)})
+        ask(server.url, "/generate", Generated, {"rid": ticket.text, **greedy_request(prompt.tolist(), 1)})
         with pytest.raises(UserError, match="sglang: the hook failed .*Expecting property name"):
             target.reader.wait(ticket)
         target.producer.release(ticket)

@@ -219,6 +219,23 @@ def test_a_sample_that_is_not_finite_is_told_to_the_job(tmp_path):
         assert not list(spool.path.glob("writing-*"))
 
 
+@pytest.mark.parametrize(
+    ("column", "value"), [("argmax", 300), ("argmax", -1), ("logsumexp", float("nan")), ("logsumexp", float("inf"))]
+)
+def test_predictions_that_no_target_makes_are_refused_where_they_are_read(tmp_path, column, value):
+    one, states = a_sample(3, 12)
+    states.teacher.argmax.remainder_(300)
+    getattr(states.teacher, column)[7] = value
+    with Spool(tmp_path) as spool:
+        ticket = requested(spool, one)
+        feed(hook_writer(spool), ticket, one, states, [])
+        reader, rows = SpoolReader(spool.path, 0, vocab_size=300), torch.arange(12)
+        location = reader.wait(ticket)
+        assert len(reader.read(location, rows, rows[:7]).aux) == 12
+        with pytest.raises(UserError, match="a server of target.servers left a sample of 12 tokens that has"):
+            reader.read(location, rows, rows)
+
+
 def test_hidden_states_of_other_tokens_are_refused(tmp_path):
     one, states = a_sample(3, 12)
     with Spool(tmp_path) as spool:
@@ -537,7 +554,7 @@ def test_a_sample_that_is_read_before_its_server_answers_does_not_hold_up_the_ne
                 time.sleep(0.2)  # many rounds of what releases samples that have been read
                 self.send_response(200)
                 self.end_headers()
-                self.wfile.write(b"{}")
+                self.wfile.write(b'{"meta_info": {"finish_reason": {"type": "length"}}}')
 
             def log_message(self, *_: object) -> None:
                 pass

@@ -121,6 +121,11 @@ def add_one_that_was_repaired(ours: Path, theirs: Path) -> None:
     replace(content, samples=content.samples[:1]).write(ours)
 
 
+def exchange_one_whose_index_names_no_store(ours: Path, theirs: Path) -> None:
+    exchange_one(ours, theirs)
+    unbind(ours / shards(theirs)[1].with_suffix(".json").name)
+
+
 REFUSED = [
     add_one,
     add_all,
@@ -131,6 +136,7 @@ REFUSED = [
     replace_index,
     replace_shard,
     add_one_that_was_repaired,
+    exchange_one_whose_index_names_no_store,
 ]
 
 
@@ -169,7 +175,7 @@ def test_shards_of_another_store_are_refused_named_and_replaced_by_a_repair(ours
 
 
 @pytest.mark.parametrize("suffix", [".json", ".safetensors"])
-def test_a_shard_or_index_that_names_no_store_is_foreign(ours, suffix):
+def test_an_index_or_shard_that_names_no_store_is_foreign(ours, suffix):
     unbind(shards(ours)[1].with_suffix(suffix))
     with pytest.raises(UserError, match="another provenance .*run capture.py --repair, which deletes"):
         read_all(ours)

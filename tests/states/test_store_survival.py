@@ -305,7 +305,7 @@ def test_numbers_that_are_not_finite_in_a_store_are_reported(tmp_path, monkeypat
         writer.add(*sample(4))
     monkeypatch.undo()
     findings = check(tmp_path, [3, 4])
-    assert [(problem.kind, problem.sample_id) for problem in findings.problems] == [("not finite", name)]
+    assert [(problem.kind, problem.sample_id) for problem in findings.problems] == [("out of range", name)]
     assert findings.samples == 1
 
 

@@ -98,7 +98,7 @@ def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
 
 
 def unbind(path: Path) -> None:
-    """Take the digest of its store out of an index or a shard."""
+    """Remove the digest that says which store an index or a shard belongs to."""
     if path.suffix == ".json":
         replace(ShardIndex.parse(path.read_bytes(), path.name, ""), provenance_digest=None).write(path.parent)
         return

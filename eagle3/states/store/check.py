@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 
 from eagle3.console import Progress
 from eagle3.durable import flush
-from eagle3.states.store.files import DamagedStore, ForeignShards, open_files
+from eagle3.states.store.files import DamagedStore, ForeignShards, OutOfRange, open_files
 from eagle3.states.store.folder import Provenance, find_indexes, foreign_flaw, read_own_manifest, shard_flaw
-from eagle3.states.store.reader import HiddenStateStore, Location, RowRequest, StoredTokens
+from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location, RowRequest, StoredTokens
 from eagle3.states.store.shard import Entry, ShardIndex, taught_rows
 from eagle3.text.samples import sample_digest
 
@@ -18,7 +18,7 @@ from eagle3.text.samples import sample_digest
 SAMPLES_AT_ONCE = 32
 # Rows read of each sample at a time, because a sample may be larger than memory.
 ROWS_AT_ONCE = 65536
-Kind = Literal["damaged", "foreign", "mislabelled", "not finite", "duplicate", "missing"]
+Kind = Literal["damaged", "out of range", "foreign", "mislabelled", "duplicate", "missing"]
 
 
 class Problem(NamedTuple):
@@ -45,11 +45,16 @@ class Findings(NamedTuple):
 
 
 def check_store(
-    path: str, provenance: Provenance, expected_ids: Iterable[str], report: Callable[[str], None]
+    path: str,
+    provenance: Provenance,
+    expected_ids: Iterable[str],
+    report: Callable[[str], None],
+    vocab_size: int = ANY_TOKEN,
 ) -> Findings:
-    """Read every sample of the store and compare it with its checksums.
+    """Read every sample of the store, compare it with its checksums, and look whether its values are in range.
 
     expected_ids: ids that should be there
+    vocab_size: of the target
     report: gets progress lines
 
     Raises UserError if there is no store, if its provenance is a different one, or if this machine cannot read it
@@ -57,7 +62,7 @@ def check_store(
     """
     files = open_files(path)
     manifest = read_own_manifest(files, provenance)
-    reader = HiddenStateStore(files, {}, manifest.record, manifest.digest)
+    reader = HiddenStateStore(files, {}, manifest.record, manifest.digest, vocab_size)
     indexes, index_errors = find_indexes(files)
     problems = [Problem("damaged", name, None, error.flaw) for name, error in index_errors.items()]
     token_counts: dict[str, int] = {}  # token count by sample
@@ -109,24 +114,21 @@ def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[E
         [rows_of(each.loss_mask).nonzero().flatten() for rows_of in (location.index.encoding.seen_rows, taught_rows)]
         for location, each in zip(locations, tokens, strict=True)
     ]
-    infinite: list[str | None] = [None] * len(locations)
     for start in range(0, max(location.entry.tokens for location in locations), ROWS_AT_ONCE):
         stop = start + ROWS_AT_ONCE
         requests = [
             RowRequest(location.entry.id, *(rows[(rows >= start) & (rows < stop)] for rows in each))
             for location, each in zip(locations, kept_rows, strict=True)
         ]
-        for position, rows in enumerate(reader.read_at(locations, requests)):
-            kinds = (kind for kind, tensor in rows.named().items() if not tensor.isfinite().all())
-            infinite[position] = infinite[position] or next(kinds, None)
-    return [_judged(*each) for each in zip(locations, tokens, infinite, strict=True)]
+        for location, rows in zip(locations, reader.read_at(locations, requests), strict=True):
+            if not (rows.aux.isfinite().all() and rows.teacher.values.isfinite().all()):
+                raise OutOfRange(location.entry.id, "has hidden states that are not finite")
+    return [_judged(*each) for each in zip(locations, tokens, strict=True)]
 
 
-def _judged(location: Location, tokens: StoredTokens, infinite: str | None) -> Entry | Problem:
-    """The sample's entry if it is intact, else its Problem. infinite: name of a tensor that is not finite, if any."""
+def _judged(location: Location, tokens: StoredTokens) -> Entry | Problem:
+    """The sample's entry if its tokens are its own, else its Problem."""
     index, entry = location
-    if infinite:
-        return Problem("not finite", index.name, entry.id, f"its {infinite}")
     digest = sample_digest(tokens.ids.numpy(), tokens.loss_mask.numpy()).hex()
     if digest != entry.id:
         return Problem("mislabelled", index.name, entry.id, f"its tokens and loss mask are those of sample {digest}")

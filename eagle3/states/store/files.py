@@ -52,6 +52,12 @@ class Range(NamedTuple):
     stop: int
 
 
+class OutOfRange(DamagedStore):
+    """Raised if a sample is as it was written, but has values that no target computes."""
+
+    kind = "out of range"
+
+
 def no_store(where: str) -> UserError:
     return UserError(
         f"{where}: no hidden-state store here; run capture.py, fix hidden_states.path, or run the "

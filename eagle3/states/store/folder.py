@@ -175,8 +175,8 @@ def shard_flaw(index: ShardIndex, sizes: Mapping[str, int | None]) -> str | None
 
 
 def foreign_flaw(digest: str | None, provenance_digest: str | None) -> str | None:
-    """Describe how the digest in an index or shard differs from the store's; None if it does not, or in a spool, which
-    has none."""
+    """Describe how the digest in an index or shard differs from the store's; None if it does not, or if this is a spool
+    (provenance_digest None)."""
     if provenance_digest in (None, digest):
         return None
     return (

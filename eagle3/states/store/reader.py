@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle3.errors import UserError
 from eagle3.states.rows import Rows
 from eagle3.states.store.codecs import Codec
-from eagle3.states.store.files import DamagedStore, Range, StoreFiles, open_files
+from eagle3.states.store.files import DamagedStore, OutOfRange, Range, StoreFiles, open_files
 from eagle3.states.store.folder import Provenance, read_headers, read_indexes, read_own_manifest
 from eagle3.states.store.shard import (
     HIDDEN,
@@ -29,6 +29,7 @@ from eagle3.states.store.shard import (
 THREADS = 4
 # Approximate number of encoded bytes that one thread checks and decodes at a time.
 RUN_BYTES = 1 << 20
+ANY_TOKEN = 1 << 31  # the vocabulary's size where it is not known
 
 
 class StoredTokens(NamedTuple):
@@ -133,9 +134,10 @@ class HiddenStateStore:
     """An open store. Threads may share it, and it runs several of its own.
 
     locations: where its samples are, by id; if two shards have a sample, the first shard counts
-    provenance_digest: what the digest of every shard that has one must be; None for no check (in a spool)
+    provenance_digest: what the digest of every shard must be; None for no check (in a spool)
+    vocab_size: of the target, whose predictions are checked when rows are read
 
-    Raises UserError for data that is missing, damaged or from a different store.
+    Raises UserError for data that is missing, damaged, out of range or from a different store.
     """
 
     def __init__(
@@ -144,19 +146,21 @@ class HiddenStateStore:
         locations: dict[str, Location],
         record: Provenance,
         provenance_digest: str | None,
+        vocab_size: int = ANY_TOKEN,
         threads: int = THREADS,
     ) -> None:
-        self.files, self.locations, self.record = files, locations, record
+        self.files, self.locations, self.record, self.vocab_size = files, locations, record, vocab_size
         self.where, self.provenance_digest = files.where, provenance_digest
         self._starts: dict[str, dict[str, int]] = {}
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="store")
 
     @classmethod
-    def open(cls, path: str, provenance: Provenance, threads: int = THREADS) -> Self:
+    def open(cls, path: str, provenance: Provenance, vocab_size: int = ANY_TOKEN, threads: int = THREADS) -> Self:
         """Open a store for reading.
 
         path: a folder or an fsspec URL
         provenance: what this run needs, codec and dtype included
+        vocab_size: see above
 
         Raises UserError if provenances differ, naming the field, and if a shard is missing, has lost bytes or belongs
         to a different store, naming the file.
@@ -169,7 +173,7 @@ class HiddenStateStore:
         locations = {location.entry.id: location for location in reversed(all_locations)}
         for encoding, name in product({index.encoding for index in indexes}, HIDDEN):
             encoding.make_codec(name)  # raises UserError if this machine cannot decode it
-        return cls(files, locations, manifest.record, manifest.digest, threads)
+        return cls(files, locations, manifest.record, manifest.digest, vocab_size, threads)
 
     def missing(self, sample_ids: Iterable[str]) -> list[str]:
         """The ids among `sample_ids` that the store lacks, in their order."""
@@ -210,7 +214,10 @@ class HiddenStateStore:
             aux, values, teacher = next(tensors), next(tensors), request.teacher.numpy()
             argmax, logsumexp = facts.argmax[teacher].astype(np.int64), facts.logsumexp[teacher]
             kind = location.index.encoding.teacher
-            rows.append(Rows(aux, kind(values, torch.from_numpy(argmax), torch.from_numpy(logsumexp))))
+            predictions = kind(values, torch.from_numpy(argmax), torch.from_numpy(logsumexp))
+            if flaw := predictions.flaw(self.vocab_size):
+                raise OutOfRange(self._where(location), f"has {flaw}")
+            rows.append(Rows(aux, predictions))
         return rows
 
     def _decode(self, plans: Sequence[tuple[tuple[Location, str], ChunkReads]]) -> None:
@@ -289,5 +296,7 @@ class HiddenStateStore:
         return ranges
 
     def _damaged(self, location: Location, part: str, flaw: str) -> DamagedStore:
-        where = f"{self.where}/{location.index.shard}: sample {location.entry.id}"
-        return DamagedStore(where, f"its {part} are not what was written ({flaw})")
+        return DamagedStore(self._where(location), f"its {part} are not what was written ({flaw})")
+
+    def _where(self, location: Location) -> str:
+        return f"{self.where}/{location.index.shard}: sample {location.entry.id}"

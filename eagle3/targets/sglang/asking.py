@@ -1,14 +1,13 @@
-"""Send requests to a running SGLang server. Imports nothing heavy."""
+"""Send requests to a running SGLang server, and the types of its answers. Imports nothing heavy."""
 
-import http.client
-import json
-import urllib.error
-import urllib.request
+import shlex
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasPath, BeforeValidator, Field
 
 from eagle3.errors import SharedUserError, UserError
-from eagle3.parsing import parse_json
+from eagle3.servers import Answer, Count, Declined, ListOf, Name, NoAnswer, Typed, ask_once
 
 # What SGLang answers for a few seconds if a request is repeated because its connection was lost.
 DUPLICATE = "Duplicate request ID"
@@ -16,32 +15,72 @@ DUPLICATE = "Duplicate request ID"
 START = "start it with the command that launchers/capture.py --print-server prints for this recipe"
 
 
-def ask(url: str, path: str, body: Mapping[str, Any] | None = None, timeout: float = 30.0) -> Any:
-    """Send a GET, or a POST if there is a body, and return the answer's JSON.
+class Hook(Typed):
+    """One of --forward-hooks."""
 
-    Raises OSError if there is no answer (connection, timeout, an error in the server), and UserError if the server
-    refuses the request.
+    name: str | None = None
+    config: dict[str, Any] | None = None
+
+
+class ServerInfo(Typed, extra="allow"):
+    """An answer to /server_info: the settings. Those that are only compared may be of any type."""
+
+    version: Name
+    context_length: Count | None = None
+    return_aux_hidden_state_layer_ids: ListOf[Count] | None = None
+    forward_hooks: ListOf[Hook] | None = None
+    # The words of its command line; if they are not known, a file named by --config may have set anything.
+    launch_command: Annotated[list[str], BeforeValidator(lambda line: shlex.split(str(line or "--config")))] = [
+        "--config"
+    ]
+    max_total_num_tokens: Count = 0  # room of the KV cache
+
+
+class ModelInfo(Typed):
+    """An answer to /model_info: what the server has loaded by now."""
+
+    model_path: Name | None = None
+    weight_version: Name | None = None
+
+
+class Generated(Typed):
+    """An answer to /generate."""
+
+    output_ids: ListOf[Count] = []
+    ended_by: Name = Field(validation_alias=AliasPath("meta_info", "finish_reason", "type"))
+    message: str | None = Field(None, validation_alias=AliasPath("meta_info", "finish_reason", "message"))
+    prompt_tokens: Count | None = Field(None, validation_alias=AliasPath("meta_info", "prompt_tokens"))
+    histogram: ListOf[Count] | None = Field(
+        None, validation_alias=AliasPath("meta_info", "spec_correct_drafts_histogram")
+    )
+    # Log-probability, id and text of the tokens that were asked for, as the first new token; and of the likeliest.
+    scores: ListOf[tuple[float, Count, str | None]] = Field(
+        [], validation_alias=AliasPath("meta_info", "output_token_ids_logprobs", 0)
+    )
+    best: float = Field(0.0, validation_alias=AliasPath("meta_info", "output_top_logprobs", 0, 0, 0))
+
+
+PATHS = {ServerInfo: "/server_info", ModelInfo: "/model_info"}
+
+
+def ask(
+    url: str, path: str, kind: type[Answer], body: Mapping[str, Any] | None = None, timeout: float = 30.0
+) -> Answer:
+    """Send a GET, or a POST if there is a body, and return the answer. timeout: seconds for the whole of it.
+
+    Raises OSError if there is no such answer (see `NoAnswer`), and UserError if the server refuses the request.
     """
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url + path, data, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return parse_json(answer.read())
-    except urllib.error.HTTPError as error:
-        message = error.read(2000).decode(errors="replace")
-        if error.code < 500 and DUPLICATE not in message:
-            raise UserError(f"{url}{path}: refused the request ({error.code}: {message})") from error
-        raise OSError(f"{error.code}: {message}") from error
-    except (http.client.HTTPException, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise OSError(f"no whole answer: {error!r}") from error
-    except ValueError as error:  # not a URL
-        raise UserError(f"{url}: is not a server's URL ({error}); write it as http://host:port") from error
+        return ask_once(url + path, kind, timeout, body)
+    except Declined as error:
+        if error.status < 500 and DUPLICATE not in str(error):
+            raise UserError(f"{url}{path}: refused the request ({error})") from error
+        raise NoAnswer(str(error)) from error
 
 
-def server_info(url: str, path: str = "/server_info") -> dict[str, Any]:
-    """What one of target.servers reports: its settings, or what is at another path. Raises UserError if it does not
-    answer."""
+def reported(url: str, kind: type[Answer]) -> Answer:
+    """What one of target.servers says of itself: ServerInfo or ModelInfo. Raises UserError if it does not answer."""
     try:
-        return ask(url, path)
+        return ask(url, PATHS[kind], kind)
     except OSError as error:
-        raise SharedUserError(f"target.servers: {url} does not answer ({error}); {START}") from error
+        raise SharedUserError(f"target.servers: {url} does not answer {PATHS[kind]} ({error}); {START}") from error

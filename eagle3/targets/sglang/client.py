@@ -3,6 +3,7 @@
 `SGLangTarget` makes a `Target` of these servers.
 """
 
+import datetime
 import os
 import queue
 import threading
@@ -22,18 +23,20 @@ from torch import Tensor
 from eagle3.console import Warned, counted
 from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
+from eagle3.servers import TooSlow
 from eagle3.states.capture import Document
 from eagle3.states.rows import KeptRows, Rows
 from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, fail, spool_bytes, want
 from eagle3.states.store.reader import Location
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.logits import check_tokens
-from eagle3.targets.sglang.asking import START, ask, server_info
+from eagle3.targets.sglang.asking import START, Generated, ModelInfo, ServerInfo, ask, reported
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import require_supported
 from eagle3.targets.sglang.version import CONTEXT_RESERVE, REQUIRED_SETTINGS, other_numbers, reported_settings
 
-ANSWER_SECONDS = 3600.0
+# How long one sample may take, waiting behind others included; and the short document that servers are compared by.
+ANSWER_SECONDS, PROBE_SECONDS = 3600.0, 600.0
 # How long a server may take to write a sample's rows after it has answered. The first sample shows whether rows arrive
 # at all, so it gets less time; later ones may queue.
 FIRST_ROWS_SECONDS, ROWS_SECONDS = 60.0, 600.0
@@ -47,10 +50,17 @@ LEAST_PATIENCE, PATIENCE, USUAL_REQUESTS = 60.0, 4, 64
 MOST_FAILURES = 10
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
 VOCABULARY = ("draft_vocabulary", "vocabulary_digest", "vocabulary_size")  # of HookSettings, for a teacher of logits
+# Seconds until a working server is compared with what it was at the start; each further time after twice as many, up to
+# the second number.
+FIRST_COMPARISON, RARE_COMPARISON = 60.0, 1800.0
 # Number of rows read from the spool at a time.
 PART_ROWS = 8192
 # Most documents requested ahead: those waiting for room in the spool and those that servers are working on.
 AHEAD = 256
+
+
+class ServerDiffers(SharedUserError):
+    """Raised if a server computes something else than this job needs, or is set up to do so."""
 
 
 def require_capture(
@@ -63,30 +73,30 @@ def require_capture(
     longest: int | None = None,
     allow_untested: bool = False,
 ) -> None:
-    """Raises UserError unless the server at `url` captures what this job needs; it names all that is different.
+    """Raises ServerDiffers unless the server at `url` captures what this job needs; it names all that is different.
+    Raises UserError if it does not answer.
 
     dtype, revision: with which the server should load the target
     longest: length of the longest sample in tokens
     allow_untested: whether its SGLang may be newer than those that were tested
     """
-    info = server_info(url)
-    require_supported(str(info.get("version")), url, allow_untested)
-    hook = reported_settings(info)
+    info = reported(url, ServerInfo)
+    require_supported(info.version, url, allow_untested)
+    hook, context = reported_settings(info), info.context_length
     if hook is None:
-        raise SharedUserError(f"target.servers: {url} was started without this project's hook; {START}")
-    context = info.get("context_length")
+        raise ServerDiffers(f"target.servers: {url} was started without this project's hook; {START}")
     if longest and context and longest + CONTEXT_RESERVE > context:
         raise SharedUserError(
             f"target.servers: {url} was started with --context-length {context}, too short for a sample of "
             f"{longest:,} tokens; {START}; or lower data.max_length"
         )
-    layers = list(info.get("return_aux_hidden_state_layer_ids") or [])
+    layers, there = info.return_aux_hidden_state_layer_ids or [], dict(info)
     needed = settings._asdict()
     teacher, choice = ("hidden" if each.get("draft_vocabulary") is None else "logits" for each in (hook, needed))
     if teacher != choice:  # which says it: the vocabulary's file, digest and size differ, too
         hook, needed = ({**each, **dict.fromkeys(VOCABULARY)} for each in (hook, needed))
-    loaded = {"dtype of the target": info.get("dtype"), "revision": info.get("revision"), "aux layers": layers}
-    actual = {**{name: info.get(name) for name in REQUIRED_SETTINGS}, **hook, "teacher": teacher, **loaded}
+    loaded = {"dtype of the target": there.get("dtype"), "revision": there.get("revision"), "aux layers": layers}
+    actual = {**{name: there.get(name) for name in REQUIRED_SETTINGS}, **hook, "teacher": teacher, **loaded}
     required = {
         **REQUIRED_SETTINGS,
         **needed,
@@ -96,10 +106,10 @@ def require_capture(
         "aux layers": list(aux_layers),
     }
     different = {name: (actual.get(name), value) for name, value in required.items() if actual.get(name) != value}
-    different |= other_numbers(info, server_info(url, "/model_info"))
+    different |= other_numbers(info, reported(url, ModelInfo))
     if different:
         differences = ", ".join(f"{name} {value!r} (here: {here!r})" for name, (value, here) in different.items())
-        raise SharedUserError(
+        raise ServerDiffers(
             f"target.servers: {url} was started with other settings than this recipe's: {differences}; {START}"
         )
 
@@ -120,14 +130,20 @@ class Servers:
 
     A server that fails gets a few seconds to come back, and one that is silent SILENT_SECONDS. Then it is dropped,
     which is reported through `report`, and the others take over its requests. If no server is left, all requests fail.
-    If a request takes much longer than usual, another server is asked, too, and the first answer counts.
+    If a request takes much longer than usual, another server is asked, too, and the first answer counts. One that gets
+    no answer within `answer_seconds` (default: ANSWER_SECONDS) fails.
     """
 
     def __init__(
-        self, urls: Sequence[str], folder: Path, in_flight: int, report: Callable[[str], None] = print
+        self,
+        urls: Sequence[str],
+        folder: Path,
+        in_flight: int,
+        report: Callable[[str], None] = print,
+        answer_seconds: float | None = None,
     ) -> None:
         assert urls
-        self.folder, self.report = folder, report
+        self.folder, self.report, self.answer_seconds = folder, report, answer_seconds or ANSWER_SECONDS
         self.waiting: deque[Request] = deque()
         self.asked: dict[tuple[str, Ticket], tuple[Request, float]] = {}  # by server; with the time of asking
         self.seconds: deque[float] = deque(maxlen=USUAL_REQUESTS)  # that the last answers took
@@ -137,6 +153,10 @@ class Servers:
         self.failure: str | None = None
         # Called with a ticket whose sample came again, after another server's.
         self.discard: Callable[[Ticket], None] = lambda ticket: None
+        # Raises ServerDiffers if the server at a URL is not what it was at the start, UserError if that cannot be told.
+        self.check: Callable[[str], None] = lambda url: None
+        self.remedy = ""  # for rows that came after a server had changed
+        self.right_at = dict.fromkeys(urls, _now())  # when each server was last what it was at the start
         for url in urls:
             for work in (self._watch, *[self._serve] * in_flight):
                 threading.Thread(target=work, args=(url,), name=f"ask {url}", daemon=True).start()
@@ -204,7 +224,8 @@ class Servers:
 
     def _watch(self, url: str) -> None:
         """Looks after a server while it works: drops it if it is silent, and asks another one, too, if it is slow."""
-        heard = time.monotonic()
+        heard, pause = time.monotonic(), FIRST_COMPARISON
+        due = heard + pause
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.closed or url not in self.live, WATCH_SECONDS)
@@ -216,12 +237,16 @@ class Servers:
                 heard = time.monotonic()
                 continue
             try:
-                ask(url, "/model_info", timeout=SILENT_SECONDS / 3)
+                ask(url, "/model_info", ModelInfo, timeout=SILENT_SECONDS / 3)
                 heard = time.monotonic()
             except (OSError, UserError) as error:
                 if time.monotonic() - heard > SILENT_SECONDS:
                     self._leave_out(url, error)
                     return
+            if time.monotonic() > due:
+                self.compare(url)
+                pause = min(2 * pause, RARE_COMPARISON)
+                due = time.monotonic() + pause
             patience = max(LEAST_PATIENCE, PATIENCE * max(self.seconds, default=0.0))
             for request, began in asked if others else ():
                 if request.slow is None and time.monotonic() - began > patience:
@@ -230,6 +255,24 @@ class Servers:
                         if (url, request.ticket) in self.asked:  # otherwise it has just been answered
                             self.asked[url, request.ticket] = slow, began
                             self.request(slow)
+
+    def compare(self, url: str) -> None:
+        """Let all requests fail if a server has changed."""
+        began = _now()
+        try:
+            self.check(url)
+            self.right_at[url] = began
+        except ServerDiffers as error:
+            self.fail(f"{error}; it was right at {self.right_at[url]}: {self.remedy}")
+        except UserError as error:
+            self.report(Warned(f"{url}: was not compared with what it was at the start ({error})"))
+
+    def compare_all(self) -> None:
+        """Raises UserError if a server has changed, now or earlier."""
+        for url in sorted(self.live):
+            self.compare(url)
+        if self.failure:
+            raise SharedUserError(self.failure)
 
     def _again(self, url: str, request: Request, error: OSError) -> None:
         request = request._replace(failures=request.failures + 1)
@@ -256,9 +299,15 @@ class Servers:
         index, failure_note = self.folder / ticket.index, self.folder / ticket.mark("failed")
         if index.exists():  # a server had written it, but its answer was lost
             return
-        answer = ask(url, "/generate", body, timeout=ANSWER_SECONDS).get("meta_info", {})
-        if answer.get("finish_reason", {}).get("type") == "abort":
-            raise OSError(f"aborted: {answer['finish_reason'].get('message')}")
+        try:
+            answer = ask(url, "/generate", Generated, body, timeout=self.answer_seconds)
+        except TooSlow as error:
+            raise UserError(
+                f"{url}: a sample of {ticket.tokens:,} tokens: {error}; look at the server's log, and lower "
+                "target.in_flight or name more servers"
+            ) from error
+        if answer.ended_by == "abort":
+            raise OSError(f"aborted: {answer.message}")
         answer_time = last_look = time.monotonic()
         while not index.exists():
             with suppress(FileNotFoundError):
@@ -272,12 +321,13 @@ class Servers:
                 raise UserError(
                     f"{url}: answered, but left no rows in {self.folder}; target.spool must be the same folder for the "
                     "server and for this process, and both must be run by one user (it computed "
-                    f"{answer.get('prompt_tokens')} tokens)"
+                    f"{answer.prompt_tokens} tokens)"
                 )
             if now - last_look > LOOK_SECONDS:
                 last_look = now
                 os.listdir(self.folder.parent)  # makes a network file system refresh its cached listing
-                ask(url, "/model_info")  # raises OSError if the server died, because its unwritten rows are then lost
+                # Raises OSError if the server died, because its unwritten rows are then lost.
+                ask(url, "/model_info", ModelInfo)
             time.sleep(POLL_SECONDS)
         self.rows_came = True
 
@@ -286,8 +336,8 @@ class Servers:
             time.sleep(seconds)
             if self.closed or url not in self.live:
                 return False
-            with suppress(OSError):
-                ask(url, "/model_info", timeout=5)
+            with suppress(OSError, UserError):
+                ask(url, "/model_info", ModelInfo, timeout=5)
                 return True
         return False
 
@@ -307,14 +357,23 @@ class Servers:
                     request._replace(slow=url) for request in asked if request.ticket not in elsewhere
                 )
             else:
-                self.failure = (
+                self.fail(
                     f"target.servers: no server is left ({url}: {error}); start one and continue: capture.py goes on "
                     "where it stopped, train.py does with --resume"
                 )
-                for request in (*self.waiting, *asked):
-                    self._finish(request, SharedUserError(self.failure))
-                self.waiting.clear()
             self.changed.notify_all()
+
+    def fail(self, reason: str) -> None:
+        """Let every request fail, those to come included."""
+        with self.changed:
+            self.failure = reason
+            for request in (*self.waiting, *(request for request, _ in self.asked.values())):
+                self._finish(request, SharedUserError(reason))
+            self.waiting.clear()
+
+
+def _now() -> str:
+    return datetime.datetime.now().astimezone().isoformat(" ", "seconds")
 
 
 def require_spool_room(tokens: int, size: int, most_bytes: int) -> None:
@@ -418,7 +477,7 @@ class SGLangTarget:
     ) -> None:
         assert producer.readers == 0
         self.producer, self.encoding = producer, encoding
-        self.reader = SpoolReader(producer.spool.path, 0)
+        self.reader = SpoolReader(producer.spool.path, 0, vocab_size)
         self.hidden_size, self.vocab_size, self.aux_layers = encoding.hidden_size, vocab_size, aux_layers
         self.teacher = encoding.teacher
         self._numbers = count()

@@ -19,7 +19,7 @@ import torch
 
 from eagle3.console import waiting
 from eagle3.errors import UserError
-from eagle3.targets.sglang.asking import ask
+from eagle3.targets.sglang.asking import ModelInfo, ask
 from eagle3.targets.sglang.installed import require_sglang
 
 START_SECONDS = 1800.0
@@ -150,7 +150,7 @@ class SGLangServer(AbstractContextManager):
             if PORT_TAKEN in self.log.read_text(errors="replace"):  # the server would keep running without answering
                 raise UserError(f"sglang: port {self.url.rpartition(':')[2]} was taken in the meantime; start again")
             try:
-                ask(self.url, "/model_info", timeout=5)
+                ask(self.url, "/model_info", ModelInfo, timeout=5)
                 return
             except OSError:
                 time.sleep(0.2)

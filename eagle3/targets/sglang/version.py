@@ -1,7 +1,6 @@
 """Everything that depends on SGLang's version: flags, hook calls, and the format of its answers."""
 
 import json
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from torch.distributed import ProcessGroup
 from eagle3.console import Warned
 from eagle3.errors import SharedUserError, UserError
 from eagle3.targets.logits import LogitTransform
+from eagle3.targets.sglang.asking import Generated, ModelInfo, ServerInfo
 from eagle3.targets.sglang.installed import TESTED, is_installed
 
 # Commonly served architectures whose SGLang class takes an EAGLE3 draft (has set_eagle3_layers_to_capture); for where
@@ -128,18 +128,18 @@ def require_captured(aux_layers: Sequence[int], num_layers: int, model_type: str
         )
 
 
-def other_numbers(info: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def other_numbers(info: ServerInfo, model: ModelInfo) -> dict[str, tuple[Any, Any]]:
     """For each setting with which a server computes something else than its checkpoint says: what it is, and what it
-    should be. info, model: its /server_info and /model_info."""
-    words = shlex.split(info.get("launch_command") or "--config")
+    should be."""
+    settings = dict(info)
     different = {
-        name: (info.get(name), usual[0])
+        name: (settings.get(name), usual[0])
         for name, usual in SAME_NUMBERS.items()
-        if info.get(name) not in usual and _asked(words, name)
+        if settings.get(name) not in usual and _asked(info.launch_command, name)
     }
-    for name, usual in (("weight_version", WEIGHT_VERSION), ("model_path", info.get("model_path"))):
-        if model.get(name, usual) != usual:
-            different[f"{name} (its weights were replaced)"] = (model[name], usual)
+    for name, usual in (("weight_version", WEIGHT_VERSION), ("model_path", settings.get("model_path"))):
+        if (loaded := getattr(model, name)) not in (None, usual):
+            different[f"{name} (its weights were replaced)"] = (loaded, usual)
     return different
 
 
@@ -250,10 +250,9 @@ def local_logits(processor: nn.Module, head: nn.Module, last: Tensor) -> Tensor:
     return transform_of(processor).apply(processor._compute_lm_head(last, head))
 
 
-def reported_settings(info: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The settings of our hook, from a server's /server_info; None if it has no such hook."""
-    configs = (spec.get("config") or {} for spec in info.get("forward_hooks") or [] if spec.get("name") == HOOK)
-    return next(configs, None)
+def reported_settings(info: ServerInfo) -> dict[str, Any] | None:
+    """The settings of our hook on a server; None if it has no such hook."""
+    return next((hook.config or {} for hook in info.forward_hooks or () if hook.name == HOOK), None)
 
 
 # What the judge and the export check need -----------------------------------------------------------------------------
@@ -303,29 +302,13 @@ def greedy_request(ids: Sequence[int], new_tokens: int) -> dict[str, Any]:
     return {"input_ids": list(ids), "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens}}
 
 
-def greedy_answer(answer: Mapping[str, Any]) -> GreedyAnswer:
-    meta = answer["meta_info"]
-    reason = meta["finish_reason"]["type"]
-    if reason not in ("stop", "length"):
-        raise UserError(f"sglang: a request ended by {reason!r} ({meta['finish_reason']}); look at the server's log")
-    return GreedyAnswer(
-        list(answer["output_ids"]), reason == "stop", list(meta.get("spec_correct_drafts_histogram") or [])
-    )
-
-
-def kv_tokens_of(info: Mapping[str, Any]) -> int:
-    """The number of tokens that a server's KV cache holds, from its /server_info."""
-    return info["max_total_num_tokens"]
+def greedy_answer(answer: Generated) -> GreedyAnswer:
+    if answer.ended_by not in ("stop", "length"):
+        raise UserError(f"sglang: a request ended by {answer.ended_by!r} ({answer.message}); look at the server's log")
+    return GreedyAnswer(answer.output_ids, answer.ended_by == "stop", answer.histogram or [])
 
 
 def scores_request(ids: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
     """A request for the log-probabilities of `token_ids` as the next token after `ids`, and for the largest of all."""
     options = {"return_logprob": True, "top_logprobs_num": 1, "token_ids_logprob": list(token_ids)}
     return greedy_request(ids, 1) | options
-
-
-def scores_answer(answer: Mapping[str, Any]) -> tuple[list[float], float]:
-    """The log-probabilities of the requested tokens, in their order, and the largest log-probability of all."""
-    meta = answer["meta_info"]
-    token_scores, best = meta["output_token_ids_logprobs"][0], meta["output_top_logprobs"][0]
-    return [score for score, *_ in token_scores], best[0][0]

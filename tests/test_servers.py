@@ -1,0 +1,167 @@
+"""Servers that hang, flood or answer nonsense: every request ends at its deadline, within its memory, in one line.
+
+The server is a real one on this machine. The route that is asked for says how it misbehaves.
+"""
+
+import gzip
+import socketserver
+import threading
+import time
+import tracemalloc
+from collections.abc import Iterator
+
+import pytest
+
+from eagle3.errors import SharedUserError, UserError
+from eagle3.regeneration.endpoint import Answer, endpoint_urls, find_model
+from eagle3.servers import MOST_BYTES, Declined, Malformed, NoAnswer, TooSlow, Typed, ask_once
+from eagle3.targets.sglang.asking import Generated, ModelInfo, ServerInfo, reported
+
+SECONDS = 0.5
+OK = b"HTTP/1.1 200 OK\r\n"
+
+
+class Handler(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        route = self.rfile.readline().split()[1].decode().strip("/").split("/")[0]
+        self.server.asked.append(route)
+        try:
+            self.misbehave(route)
+        except OSError:  # the client has had enough
+            self.server.left.set()
+
+    def misbehave(self, route: str) -> None:
+        match route:
+            case "slow-headers":
+                self.drip(OK + b"X: " + b"x" * 10_000)
+            case "slow-body":
+                self.drip(OK + b"Content-Length: 10000\r\n\r\n" + b" " * 10_000, at_once=40)
+            case "silent":
+                self.rfile.read()
+            case "endless-headers":
+                self.flood(OK, b"X: y\r\n" * 10_000)
+            case "endless-informational":
+                self.flood(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
+            case "endless-body":
+                self.flood(OK + b"\r\n", b" " * 100_000)
+            case "endless-chunks":
+                self.flood(OK + b"Transfer-Encoding: chunked\r\n\r\n", (b"3e8\r\n" + b" " * 1000 + b"\r\n") * 100)
+            case "endless-error":
+                self.flood(b"HTTP/1.1 500 No\r\n\r\n", b" " * 100_000)
+            case "bomb":
+                body = gzip.compress(bytes(100 << 20), 1)
+                self.wfile.write(OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            case "cut":
+                self.wfile.write(OK + b"Content-Length: 10\r\n\r\n{")
+            case "no-http":
+                self.wfile.write(b"hello\r\n\r\n")
+            case "redirect":
+                self.wfile.write(b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n")
+            case _:
+                body = self.server.body
+                self.wfile.write(OK + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+
+    def drip(self, text: bytes, at_once: int = 1) -> None:
+        self.wfile.write(text[:at_once])
+        for place in range(at_once, len(text)):
+            time.sleep(SECONDS / 20)
+            self.wfile.write(text[place : place + 1])
+
+    def flood(self, head: bytes, piece: bytes) -> None:
+        self.wfile.write(head)
+        while True:
+            self.wfile.write(piece)
+
+
+class Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.asked: list[str] = []
+        self.left, self.body = threading.Event(), b"{}"
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server() as started:
+        threading.Thread(target=started.serve_forever, args=(0.01,), daemon=True).start()
+        yield started
+        started.shutdown()
+
+
+class Anything(Typed):
+    pass
+
+
+@pytest.mark.parametrize("route", ["slow-headers", "slow-body", "silent", "endless-informational"])
+def test_an_answer_that_takes_too_long_ends_at_the_deadline_however_often_a_byte_comes(server, route):
+    with pytest.raises(TooSlow, match=f"no whole answer within {SECONDS} s"):
+        ask_once(f"{server.url}/{route}", Anything, SECONDS)
+
+
+@pytest.mark.parametrize(
+    "route", ["endless-headers", "endless-body", "endless-chunks", "endless-error", "bomb", "cut", "no-http"]
+)
+def test_what_is_no_whole_answer_is_one_error_and_takes_no_more_memory_than_the_limit(server, route):
+    tracemalloc.start()
+    try:
+        with pytest.raises(NoAnswer) as error:
+            ask_once(f"{server.url}/{route}", Anything, 120)
+        assert tracemalloc.get_traced_memory()[1] < 4 * MOST_BYTES
+    finally:
+        tracemalloc.stop()
+    assert not isinstance(error.value, TooSlow) and len(str(error.value).splitlines()) == 1
+
+
+def test_a_redirect_is_not_followed(server):
+    with pytest.raises(Declined, match="302: it redirects to /elsewhere"):
+        ask_once(f"{server.url}/redirect", Anything, 120)
+    assert "elsewhere" not in server.asked
+
+
+NONSENSE = [b"[]", b"null", b"7", b'"text"', b"{", b"", b"\xff", b"[" * 100_000, b"9" * 100_000]
+INFOS = [
+    b"{}",
+    b'{"version": 5}',
+    b'{"version": ""}',
+    b'{"version": "0.5.23", "context_length": "x"}',
+    b'{"version": "0.5.23", "context_length": -1}',
+    b'{"version": "0.5.23", "launch_command": "python \\"unclosed"}',
+    b'{"version": "0.5.23", "forward_hooks": [[]]}',
+    b'{"version": "0.5.23", "forward_hooks": [{"name": "eagle3-capture", "config": 5}]}',
+    b'{"version": "0.5.23", "return_aux_hidden_state_layer_ids": 1}',
+]
+MODELS = [b"{}", b'{"data": 5}', b'{"data": [5]}', b'{"data": [{"id": null}]}', b'{"data": [{"id": ""}]}']
+GENERATED = [b"{}", b'{"meta_info": null}', b'{"meta_info": {"finish_reason": []}}', b'{"meta_info": []}']
+COMPLETIONS = [
+    b"{}",
+    b'{"choices": []}',
+    b'{"choices": [{"finish_reason": null, "message": {}}]}',
+    b'{"choices": [{"finish_reason": "stop", "message": {"content": 5}}]}',
+    b'{"choices": [{"finish_reason": "stop", "message": {"tool_calls": [5]}}]}',
+    b'{"choices": [{"finish_reason": "stop", "message": {}}], "usage": {"completion_tokens": -1}}',
+    b'{"choices": [{"finish_reason": "stop", "message": {"content": "\\ud800"}}]}',
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "bodies"),
+    [(ServerInfo, INFOS), (ModelInfo, [b'{"model_path": 5}']), (Generated, GENERATED), (Answer, COMPLETIONS)],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_answer_of_another_type_is_malformed_and_says_where(server, kind, bodies):
+    for server.body in [*NONSENSE, *bodies]:
+        with pytest.raises(Malformed):
+            ask_once(f"{server.url}/body", kind, 120)
+
+
+def test_nonsense_from_a_capture_server_or_an_endpoint_is_one_line_with_the_remedy(server):
+    for server.body in [*NONSENSE, *INFOS]:
+        with pytest.raises(SharedUserError, match=f"{server.url} does not answer /server_info .*--print-server"):
+            reported(server.url, ServerInfo)
+    for server.body in [*NONSENSE, *MODELS]:
+        with pytest.raises(UserError, match="no endpoint can be used .*start a server, or fix the address") as error:
+            find_model(endpoint_urls([server.url]), None, None)
+        assert len(str(error.value).splitlines()) == 1
