@@ -37,6 +37,7 @@ ATTACKS = {
     "hostile_checkpoints": "planted and broken checkpoints and targets",
     "hostile_places": "folders, spools, secrets, names, ranks that die",
     "first_hour": "mistakes of a new user's first hour",
+    "hostile_servers": "servers that hang, flood, answer nonsense, or compute it",
 }
 FRESH_EVERY = 10
 
