@@ -35,6 +35,7 @@ ATTACKS = {
     "full_disk": "a disk that fills up, and the command again with room",
     "hostile_text": "nested, huge and endless data, recipes, configs and templates",
     "hostile_checkpoints": "planted and broken checkpoints and targets",
+    "silent_changes": "files changed between two commands, each as valid as before",
     "hostile_places": "folders, spools, secrets, names, ranks that die",
     "first_hour": "mistakes of a new user's first hour",
     "hostile_servers": "servers that hang, flood, answer nonsense, or compute it",
