@@ -272,7 +272,7 @@ class RunFolder:
         if problems:
             others = f" and {len(problems) - MOST_NAMED:,} more" if len(problems) > MOST_NAMED else ""
             warn(
-                f"{self.metrics}: {'; '.join(problems[:MOST_NAMED])}{others}; the run goes on, its report lacks these"
+                f"{self.metrics}: {'; '.join(problems[:MOST_NAMED])}{others}; the run goes on without these lines"
                 + (f" ({aside} is the file as it was)" if aside else "")
             )
 
