@@ -46,7 +46,8 @@ class Malformed(NoAnswer):
 
 
 class Declined(Exception):
-    """Raised if a server answers with a status other than 200. The message is the status and the server's reason."""
+    """Raised if a server answers with a status other than 200 that is not about its own state. The message is the
+    status and the server's reason."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"{status}: {reason}")
@@ -84,8 +85,9 @@ class Client:
             raise TooSlow(f"no whole answer within {seconds:g} s") from error
         except (httpx2.TransportError, httpx2.InvalidURL, OverflowError) as error:  # the last for a port of 99999
             raise NoAnswer(f"{type(error).__name__}: {error}".rstrip(": ")) from error
-        if response.status_code != 200:
-            raise Declined(response.status_code, self._reason(response, text))
+        if (status := response.status_code) != 200:
+            declined = Declined(status, self._reason(response, text))
+            raise NoAnswer(str(declined)) if status in (408, 425, 429) or status >= 500 else declined
         try:
             return kind.model_validate_json(text)
         except ValidationError as error:

@@ -44,7 +44,7 @@ class Handler(socketserver.StreamRequestHandler):
             case "endless-body":
                 self.flood(OK + b"\r\n", b" " * 100_000)
             case "endless-chunks":
-                self.flood(OK + b"Transfer-Encoding: chunked\r\n\r\n", (b"3e8\r\n" + b" " * 1000 + b"\r\n") * 100)
+                self.flood(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"186a0\r\n" + b" " * 100_000 + b"\r\n")
             case "endless-error":
                 self.flood(b"HTTP/1.1 500 No\r\n\r\n", b" " * 100_000)
             case "bomb":

@@ -36,10 +36,8 @@ from eagle3.targets.sglang.asking import Generated, ServerInfo, ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
 from eagle3.targets.sglang.version import (
     CONTEXT_RESERVE,
-    GreedyAnswer,
     cpu_attention_flags,
     decoding_flags,
-    greedy_answer,
     greedy_request,
     scores_request,
     speculative_flags,
@@ -87,7 +85,7 @@ class DraftTree(NamedTuple):
 
 
 class TimedAnswer(NamedTuple):
-    answer: GreedyAnswer
+    answer: Generated
     seconds: float
 
 
@@ -213,9 +211,13 @@ def decode_in_turn(
         turns = [*zip(servers, answers, strict=True)]
         for server, its_answers in turns if number % 2 else reversed(turns):
             start = time.perf_counter()
-            answer = greedy_answer(_answer(server, "/generate", Generated, greedy_request(prompt.tolist(), new_tokens)))
+            answer = _answer(server, "/generate", Generated, greedy_request(prompt.tolist(), new_tokens))
             its_answers.append(TimedAnswer(answer, time.perf_counter() - start))
-            if not answer.stopped and len(answer.tokens) < new_tokens:
+            if answer.ended_by not in ("stop", "length"):
+                raise UserError(
+                    f"sglang: a request ended by {answer.ended_by!r} ({answer.message}); look at the server's log"
+                )
+            if answer.ended_by == "length" and len(answer.tokens) < new_tokens:
                 raise UserError(
                     f"sglang: prompt {number} of {len(prompt)} tokens got {len(answer.tokens)} new tokens, not "
                     f"{new_tokens}: the server has no room for more; raise target.kv_tokens or "
@@ -236,7 +238,7 @@ def count_conversation(drafted: TimedAnswer, plain: TimedAnswer, verdict: Verdic
     return CountedConversation(
         new_tokens=len(tokens),
         verifications=sum(histogram),
-        yielded=new if drafted.answer.stopped else yielded,
+        yielded=new if drafted.answer.ended_by == "stop" else yielded,
         accepted=[sum(histogram[depth + 1 :]) for depth in range(steps)],
         verdict=verdict,
         plain_tokens=len(plain.answer.tokens),

@@ -160,8 +160,7 @@ def _model_names(url: str, key: str | None) -> list[str]:
     except Malformed as error:
         raise Unfit(f"/v1/models is not answered as OpenAI does ({error})") from error
     except Declined as error:
-        failure = _failure(error)
-        raise (failure if isinstance(failure, NoAnswer) else Unfit(str(failure))) from error
+        raise Unfit(str(_failure(error))) from error
 
 
 class Endpoint:
@@ -221,11 +220,8 @@ class Endpoint:
         await self._client.aclose()
 
 
-def _failure(declined: Declined) -> Refused | NoAnswer | Unfit:
-    """What a status other than 200 means."""
+def _failure(declined: Declined) -> Refused | Unfit:
     status, message = declined.status, str(declined)
-    if status in (408, 425, 429) or status >= 500:
-        return NoAnswer(message)
     if status in (401, 403):
         message += "; give its key with --api-key-file or OPENAI_API_KEY"
     return (Unfit if status < 400 or status in (401, 403, 404, 405) else Refused)(message)

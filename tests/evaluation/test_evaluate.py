@@ -26,7 +26,7 @@ from eagle3.evaluation.speculative import CountedConversation, SpeculativeResult
 from eagle3.preflight.inputs import prompt_files
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.regeneration.turns import Generation, plan_of
-from eagle3.targets.sglang.version import GreedyAnswer
+from eagle3.targets.sglang.asking import Generated
 from eagle3.text.conversations import read_conversations
 
 TURNS = [
@@ -151,7 +151,8 @@ def test_a_tree_has_what_its_steps_can_open():
 
 
 def served(histogram: list[int], tokens: int, stopped: bool) -> CountedConversation:
-    answers = [GreedyAnswer([7] * tokens, stopped, its) for its in (histogram, [])]
+    kind = "stop" if stopped else "length"
+    answers = [Generated.model_construct(tokens=[7] * tokens, ended_by=kind, histogram=its) for its in (histogram, [])]
     return count_conversation(TimedAnswer(answers[0], 1.0), TimedAnswer(answers[1], 2.0), "identical", steps=3)
 
 

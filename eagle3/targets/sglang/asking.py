@@ -46,12 +46,13 @@ class ModelInfo(Typed):
 class Generated(Typed):
     """An answer to /generate."""
 
-    output_ids: ListOf[Count] = []
+    tokens: ListOf[Count] = Field([], validation_alias="output_ids")  # including the token that stopped it
     ended_by: Name = Field(validation_alias=AliasPath("meta_info", "finish_reason", "type"))
     message: str | None = Field(None, validation_alias=AliasPath("meta_info", "finish_reason", "message"))
     prompt_tokens: Count | None = Field(None, validation_alias=AliasPath("meta_info", "prompt_tokens"))
-    histogram: ListOf[Count] | None = Field(
-        None, validation_alias=AliasPath("meta_info", "spec_correct_drafts_histogram")
+    # histogram[a]: number of verifications that accepted `a` draft tokens, including any beyond the end of `tokens`
+    histogram: Annotated[ListOf[Count], BeforeValidator(lambda counts: counts or [])] = Field(
+        [], validation_alias=AliasPath("meta_info", "spec_correct_drafts_histogram")
     )
     # Log-probability, id and text of the tokens that were asked for, as the first new token; and of the likeliest.
     scores: ListOf[tuple[float, Count, str | None]] = Field(
@@ -73,9 +74,8 @@ def ask(
     try:
         return ask_once(url + path, kind, timeout, body)
     except Declined as error:
-        if error.status < 500 and DUPLICATE not in str(error):
-            raise UserError(f"{url}{path}: refused the request ({error})") from error
-        raise NoAnswer(str(error)) from error
+        mistake = NoAnswer if DUPLICATE in str(error) else UserError
+        raise mistake(f"{url}{path}: refused the request ({error})") from error
 
 
 def reported(url: str, kind: type[Answer]) -> Answer:

@@ -50,9 +50,7 @@ LEAST_PATIENCE, PATIENCE, USUAL_REQUESTS = 60.0, 4, 64
 MOST_FAILURES = 10
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
 VOCABULARY = ("draft_vocabulary", "vocabulary_digest", "vocabulary_size")  # of HookSettings, for a teacher of logits
-# Seconds until a working server is compared with what it was at the start; each further time after twice as many, up to
-# the second number.
-FIRST_COMPARISON, RARE_COMPARISON = 60.0, 1800.0
+COMPARISON_SECONDS = 600.0  # between two comparisons of a working server with what it was at the start
 # Number of rows read from the spool at a time.
 PART_ROWS = 8192
 # Most documents requested ahead: those waiting for room in the spool and those that servers are working on.
@@ -224,8 +222,7 @@ class Servers:
 
     def _watch(self, url: str) -> None:
         """Looks after a server while it works: drops it if it is silent, and asks another one, too, if it is slow."""
-        heard, pause = time.monotonic(), FIRST_COMPARISON
-        due = heard + pause
+        heard = compared = time.monotonic()
         while True:
             with self.changed:
                 self.changed.wait_for(lambda: self.closed or url not in self.live, WATCH_SECONDS)
@@ -243,10 +240,9 @@ class Servers:
                 if time.monotonic() - heard > SILENT_SECONDS:
                     self._leave_out(url, error)
                     return
-            if time.monotonic() > due:
+            if time.monotonic() - compared > COMPARISON_SECONDS:
                 self.compare(url)
-                pause = min(2 * pause, RARE_COMPARISON)
-                due = time.monotonic() + pause
+                compared = time.monotonic()
             patience = max(LEAST_PATIENCE, PATIENCE * max(self.seconds, default=0.0))
             for request, began in asked if others else ():
                 if request.slow is None and time.monotonic() - began > patience:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from eagle3.console import Warned
-from eagle3.errors import SharedUserError, UserError
+from eagle3.errors import SharedUserError
 from eagle3.targets.logits import LogitTransform
-from eagle3.targets.sglang.asking import Generated, ModelInfo, ServerInfo
+from eagle3.targets.sglang.asking import ModelInfo, ServerInfo
 from eagle3.targets.sglang.installed import TESTED, is_installed
 
 # Commonly served architectures whose SGLang class takes an EAGLE3 draft (has set_eagle3_layers_to_capture); for where
@@ -261,15 +261,6 @@ DRAFT_CLASS = "LlamaForCausalLMEagle3"  # the architecture that an export's conf
 CONTEXT_RESERVE = 6  # tokens of the context that no request can use (SGLang's tp_worker.py, get_worker_info)
 
 
-class GreedyAnswer(NamedTuple):
-    """An answer to a greedy request."""
-
-    tokens: list[int]  # the output, including the token that stopped it
-    stopped: bool  # whether an EOS ended it, rather than the length limit
-    # histogram[a]: number of verifications that accepted `a` draft tokens, including any beyond the end of `tokens`
-    histogram: list[int]
-
-
 def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int, window: int | None = None) -> list[str]:
     """Flags for a server that decodes with an EAGLE3 draft.
 
@@ -300,12 +291,6 @@ def cpu_attention_flags() -> list[str]:
 def greedy_request(ids: Sequence[int], new_tokens: int) -> dict[str, Any]:
     """The body of a POST to /generate."""
     return {"input_ids": list(ids), "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens}}
-
-
-def greedy_answer(answer: Generated) -> GreedyAnswer:
-    if answer.ended_by not in ("stop", "length"):
-        raise UserError(f"sglang: a request ended by {answer.ended_by!r} ({answer.message}); look at the server's log")
-    return GreedyAnswer(answer.output_ids, answer.ended_by == "stop", answer.histogram or [])
 
 
 def scores_request(ids: Sequence[int], token_ids: Sequence[int]) -> dict[str, Any]:
