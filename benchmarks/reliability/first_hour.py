@@ -14,9 +14,11 @@ from launching import Ended
 from tries import Case, Verdict, crashed, judge, last_words
 
 ROWS = 16
-# Of the quickstart's recipe: a target that takes a minute.
+# Of the quickstart's recipe: a smaller target, which still takes longer than the time between two saves.
 SMALL_DEMO = (
-    "model.demo.steps=60",
+    "model.demo.hidden_size=96",
+    "model.demo.intermediate_size=192",
+    "model.demo.steps=150",
     "model.demo.answers=64",
     "model.demo.answer_tokens=4",
     "data.held_out=['demo_answers:held_out']",
@@ -117,7 +119,8 @@ def _demo(ground: Ground, number: signal.Signals) -> Verdict:
     process = ground.launchers.start("launchers/prepare.py", *_words(folder))
 
     def states() -> list[Path]:
-        return [path for path in folder.glob("cache/.demo-target-*/*") if path.name not in ("new", "owner.lock")]
+        kept = folder.glob("cache/.demo-target-*/*")
+        return [path for path in kept if path.name not in ("new", "owner.lock") and path.suffix != ".partial"]
 
     saved = ground.launchers.wait_until(lambda: bool(states()), [process], SAVED_WITHIN)
     os.kill(process.pid, number)

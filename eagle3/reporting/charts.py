@@ -356,6 +356,8 @@ def charts(run: RunRecord) -> Iterator[Plot | Absent]:
 
 
 def _or_absent(plot: Plot | None, name: str, title: str, why: str) -> Plot | Absent:
-    if plot and any(each.edges is not None or (each.look != "rule" and len(each.x) > 1) for each in plot.series):
+    if plot and any(
+        each.edges is not None or (each.look != "rule" and np.isfinite(each.y).sum() > 1) for each in plot.series
+    ):
         return plot
     return Absent(name, title, f"one point makes no chart ({plot.alt.removesuffix('.')})" if plot else why)

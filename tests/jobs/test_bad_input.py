@@ -301,12 +301,13 @@ def test_a_target_that_is_not_there_or_not_whole_is_named(recipe, topology, targ
 
 def test_a_draft_given_as_target_is_called_a_draft(recipe, topology, tmp_path):
     """An export has no tokenizer, and to copy one there would help nobody."""
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 300}))
-    assert f"target '{tmp_path}': is a draft, not a target; name" in complaint(
-        recipe, topology, f"model.target={tmp_path}"
-    )
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 300}))
+    message = complaint(recipe, topology, f"model.target={draft}")
+    assert message.startswith(f"target '{draft}': is a draft, not a target; name")
     with pytest.raises(UserError, match="is a draft, not a target"):
-        target_config(tmp_path)
+        target_config(draft)
 
 
 def test_a_target_without_chat_template_asks_for_one(recipe, topology, target, tmp_path):
