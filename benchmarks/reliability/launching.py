@@ -86,10 +86,12 @@ def have_met(first: Process) -> bool:
 
 
 class Launchers:
-    """Of the checkout `root`. cpu_seconds: of everything that has ended so far. fresh: see above."""
+    """Of the checkout `root`. cpu_seconds: of everything that has ended so far. fresh: see above. before: called in
+    each new process at its beginning."""
 
     def __init__(self, root: Path, logs: Path) -> None:
         self.root, self.logs, self.fresh, self.cpu_seconds = root, logs, False, 0.0
+        self.before: Callable[[], None] = lambda: None
         logs.mkdir(parents=True, exist_ok=True)
         self.count = max((int(path.stem) for path in logs.glob("*.out")), default=0)
 
@@ -119,6 +121,7 @@ class Launchers:
         command = [str(self.root / script), *map(str, arguments)]
 
         def be() -> None:
+            self.before()
             os.chdir(self.root)
             if self.fresh:
                 os.execve(sys.executable, [sys.executable, *command], environment)
