@@ -276,9 +276,7 @@ def _ports(ground: Ground) -> Verdict:
     recipe = ground.recipe(folder, rows=120, training={"max_steps": 60})
     job: list[Process] = [ground.launchers.start("launchers/train.py", "--recipe", str(recipe))]
     ground.launchers.wait_until(lambda: steps_done(folder / "run") >= 2, job)
-    listening = {
-        each.laddr.ip for each in psutil.Process(job[0].pid).net_connections("tcp") if each.status == "LISTEN"
-    }
+    listening = {each.laddr.ip for each in psutil.Process(job[0].pid).net_connections("tcp") if each.status == "LISTEN"}
     ended = ground.launchers.finish(job, 300)
     verdict, public = judge(ended), listening - {"127.0.0.1", "::1"}
     return Verdict("broken promise", f"listens on {', '.join(sorted(public))}") if public else verdict

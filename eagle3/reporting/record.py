@@ -11,14 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from eagle3.console import all_without_passwords
-from eagle3.draft.config import draft_digest
+from eagle3.draft.config import draft_digest, read_draft_config
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.planning.payoff import Cell, PayOff
-from eagle3.reporting.schemas import DraftFile, InputDigests, Judgement, Metrics, RecipeFile, Sealed, first_problem
+from eagle3.recipe.loading import load_recipe
+from eagle3.reporting.schemas import InputDigests, Judgement, Metrics, Sealed, first_problem
 from eagle3.sealed import unsealed
 from eagle3.text.datasets import is_dataset
 from eagle3.training.run_folder import RunFolder
@@ -53,7 +54,7 @@ class RunRecord:
     started: Record  # run.json
     evaluation: Record
     by_context: Record
-    draft: Record  # the export's config.json
+    draft: Record  # the export's config.json; empty if there is none
     absent: tuple[str, ...]  # which files are missing or not this run's, and why
     foreign: tuple[str, ...]  # those that are not this run's
 
@@ -107,9 +108,12 @@ def read_run(path: Path) -> RunRecord:
             "launchers/evaluate.py writes it; the run judged nothing, or has not ended",
         ),
         "by_context": (folder.by_context, Judgement, "launchers/evaluate.py --by-context writes it"),
-        "draft": (folder.export / "config.json", DraftFile, "the run has not ended"),
     }
     contents = {name: _read_json(file, kind) for name, (file, kind, _) in files.items()}
+    exported = folder.export / "config.json"
+    contents["draft"] = parse_json(_read_text(exported) or "{}")
+    if contents["draft"]:
+        read_draft_config(exported)  # refuses what is no draft's
     foreign = {}
     for name in ("evaluation", "by_context"):
         if contents[name] and (difference := _difference(folder, contents[name])):
@@ -118,6 +122,7 @@ def read_run(path: Path) -> RunRecord:
         (folder.recipe, folder.recipe.is_file(), "the resolved recipe"),
         (folder.metrics, records, "no step was recorded yet"),
         *((file, contents[name], foreign.get(name, why)) for name, (file, _, why) in files.items()),
+        (exported, contents["draft"], "the run has not ended"),
     ]
     absent = tuple(f"{file.relative_to(path)}: {why}" for file, content, why in there if not content)
     others = tuple(f"{name}.json: {difference}" for name, difference in foreign.items())
@@ -152,22 +157,22 @@ def columns(records: Sequence[Record], name: str, least: int = 0) -> np.ndarray:
 
 def _read_metrics(path: Path) -> list[Record]:
     """Read all complete lines. A kill may have cut off the last one."""
-    text = _read_text(path, MOVE_AWAY)
+    text = _read_text(path)
     lines = text[: text.rfind("\n") + 1].splitlines()
     return [_parsed(line, Metrics, f"{path}:{number}", "remove that line") for number, line in enumerate(lines, 1)]
 
 
 def _read_json(path: Path, kind: type[BaseModel]) -> Record:
     """Read the JSON object in a file; empty if there is no file. A sealed one is stored under its file's stem."""
-    return _parsed(_read_text(path, MOVE_AWAY), kind, str(path), MOVE_AWAY, path.stem) if path.is_file() else {}
+    return _parsed(_read_text(path), kind, str(path), MOVE_AWAY, path.stem) if path.is_file() else {}
 
 
-def _read_text(path: Path, remedy: str) -> str:
+def _read_text(path: Path) -> str:
     """Read the text of a file; empty if there is no file. Raises UserError if it is not text."""
     try:
         return path.read_text(encoding="utf-8") if path.is_file() else ""
     except UnicodeDecodeError as error:
-        raise UserError(f"{path}: damaged (not UTF-8: {error.reason} at byte {error.start}); {remedy}") from error
+        raise UserError(f"{path}: damaged (not UTF-8: {error.reason} at byte {error.start}); {MOVE_AWAY}") from error
 
 
 def _parsed(text: str, kind: type[BaseModel], origin: str, remedy: str, key: str = "") -> Record:
@@ -188,15 +193,11 @@ def _parsed(text: str, kind: type[BaseModel], origin: str, remedy: str, key: str
 def _read_recipe(path: Path) -> tuple[str, Record]:
     """Read the recipe as text and as values, without passwords. Passwords are removed value by value, since YAML may
     wrap text."""
-    remedy = "put the run's recipe there"
-    try:
-        values = all_without_passwords(parse_yaml(_read_text(path, remedy)) or {})
-        RecipeFile.model_validate(values, strict=True)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not valid YAML ({error}); {remedy}") from error
-    except ValidationError as error:
-        raise UserError(f"{path}: damaged ({first_problem(error)}); {remedy}") from error
-    return (yaml.safe_dump(values, sort_keys=False) if values else ""), values
+    if not path.is_file():
+        return "", {}
+    load_recipe(path)  # refuses what is no recipe
+    values = all_without_passwords(parse_yaml(path.read_text(encoding="utf-8")))
+    return yaml.safe_dump(values, sort_keys=False), values
 
 
 def target_name(run: RunRecord) -> str:

@@ -4,13 +4,11 @@ Files may have been written by a person or a different program. These models onl
 key with a problem; the records themselves are used as they are.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
 Count = Annotated[int, Field(ge=0)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Numbers = list[float | None]
 
 
@@ -33,51 +31,6 @@ class InputDigests(BaseModel):
     """The part of inputs.json that is used."""
 
     target: str = Field(alias="model.target")
-
-
-class RopeParameters(BaseModel):
-    rope_type: str = "default"
-    factor: Amount | None = None
-
-
-class DraftFile(BaseModel):
-    """The contents of an export's config.json."""
-
-    vocab_size: Count
-    draft_vocab_size: Count
-    max_position_embeddings: Count
-    rope_parameters: RopeParameters | None = None
-    eagle_config: dict[str, Any] | None = None
-
-
-class RecipeModel(BaseModel):
-    target: str | None = None
-
-
-class RecipeData(BaseModel):
-    train: list[str | dict[str, Any]] | None = None
-    max_length: Count | None = None
-
-
-class RecipeTraining(BaseModel):
-    global_batch_size: Count | None = None
-    ttt_steps: Count | None = None
-    step_decay: Amount | None = None
-    gradient_clipping: Amount | None = None
-    skip_above_norm: Amount | None = None
-
-
-class RecipeEvaluation(BaseModel):
-    draft_tokens: Count | None = None
-
-
-class RecipeFile(BaseModel):
-    """The parts of recipe.yaml that are used, and not only shown."""
-
-    model: RecipeModel | None = None
-    data: RecipeData | None = None
-    training: RecipeTraining | None = None
-    evaluation: RecipeEvaluation | None = None
 
 
 class Metrics(BaseModel):

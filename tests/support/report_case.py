@@ -272,6 +272,9 @@ def by_context(lengths: list[float], half: float = 0.1) -> dict[str, Any]:
 
 DRAFT = {
     "architectures": ["LlamaForCausalLMEagle3"],
+    "hidden_size": 4096,
+    "intermediate_size": 8192,
+    "num_attention_heads": 32,
     "vocab_size": 4000,
     "draft_vocab_size": 1000,
     "max_position_embeddings": 8192,
