@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from limits import HANG_SECONDS
 from places import LAUNCHERS
 
 if not torch.cuda.is_available() and find_spec("sglang") is None:
@@ -57,6 +58,12 @@ def topology():
 def one_thread():
     """More threads would only wait for one another, which takes many times the work itself on a busy machine."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_progress_lines(monkeypatch):
+    """However slow the machine, only tests about progress get lines about it."""
+    monkeypatch.setattr("eagle3.console.QUIET_SECONDS", HANG_SECONDS)
 
 
 @pytest.fixture(scope="session")

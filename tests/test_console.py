@@ -100,6 +100,7 @@ def terminal(columns: int = COLUMNS) -> Iterator[Terminal]:
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch):
+    monkeypatch.setattr("eagle3.console.QUIET_SECONDS", 2.0)
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
 

@@ -356,8 +356,7 @@ def charts(run: RunRecord) -> Iterator[Plot | Absent]:
 
 
 def _or_absent(plot: Plot | None, name: str, title: str, why: str) -> Plot | Absent:
-    if plot and any(
-        each.edges is not None or (each.look != "rule" and np.isfinite(each.y).sum() > 1) for each in plot.series
-    ):
+    curves = [each for each in plot.series if each.look != "rule"] if plot else []
+    if any(each.edges is not None or np.isfinite(each.y).sum() > 1 for each in curves):
         return plot
     return Absent(name, title, f"one point makes no chart ({plot.alt.removesuffix('.')})" if plot else why)

@@ -469,7 +469,7 @@ def test_what_looks_wrong_is_told_with_its_number_and_the_key_to_change(run, tro
 
 def test_a_single_point_is_told_in_a_sentence_and_is_no_chart(run):
     change(run.by_context, contexts=by_context([2.9] * 5)["contexts"][:1], pay_off=[])
-    _with_records(run, lambda record: record.pop("acceptance_by_context", None))
+    _with_records(run, lambda record: record.update(supervised_by_context=[0] * len(record.get("contexts", []))))
     plots = {plot.name: plot for plot in charts(read_run(run.path))}
     assert not isinstance(plots["contexts"], Plot) and "2.90 at 512" in plots["contexts"].why
     assert isinstance(plots["positions"], Plot) and isinstance(plots["lengths"], Plot)
