@@ -49,7 +49,8 @@ def main() -> int:
     for line in diagnosed.lines():
         console.result(line)
     texts = "held-out conversations" if options.prompts is None else options.prompts.name
-    write_result(out, judgement_record("diagnosis", diagnosed.as_dict(), known, draft, texts), console)
+    record = judgement_record("diagnosis", diagnosed.as_dict(), known, draft, texts, name)
+    write_result(out, record, console)
     stop_distributed()
     return 1 if diagnosed.diagnosis.faults else 0
 

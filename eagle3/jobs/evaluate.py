@@ -232,14 +232,15 @@ def estimated_pay_off(
 
 
 def judgement_record(
-    kind: str, result: dict[str, Any], known: KnownTarget, exported: Path, texts: str
+    kind: str, result: dict[str, Any], known: KnownTarget, exported: Path, texts: str, draft: str | None = None
 ) -> dict[str, Any]:
     """The sealed content of a result file, which says what was judged, so that nobody takes it for another draft's. The
-    target's path is reduced to its last part. kind: evaluation, by_context or diagnosis."""
+    target's path is reduced to its last part. kind: evaluation, by_context or diagnosis. draft: the hub id, if it has
+    one."""
     target = known.recipe.model.target
     name = Path(target).name if Path(target).expanduser().is_dir() else target
     judged = {
-        "draft": str(exported),
+        "draft": draft or str(exported),
         "draft_digest": draft_digest(exported),
         "target": f"{name} ({known.fingerprint[:8]})",
         "target_digest": known.fingerprint,

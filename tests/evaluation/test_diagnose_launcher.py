@@ -12,9 +12,11 @@ from tiny_draft import export_trained
 from tiny_run import conversations, finish, launch, make_target
 from transformers import AutoTokenizer
 
+from eagle3.draft.config import draft_digest
 from eagle3.draft.interchange import EMBEDDING
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.parallel.topology import usable_cores
+from eagle3.sealed import unsealed
 from eagle3.targets.transformers import load_target
 
 ID, REVISION = "someone/draft", "0" * 40
@@ -57,6 +59,7 @@ def test_a_draft_from_the_hub_is_diagnosed_with_its_target_and_a_file_of_prompts
     assert "estimated for 1 x H100 by data sheet, not measured" in output and output.count("drafting pays ") == 2
     result = json.loads(out.read_text())
     assert [each["conversations"] for each in result["by_context"]["contexts"]] == [6]
+    assert unsealed(result, "diagnosis")["draft_digest"] == draft_digest(next((case / "hub").glob("*/snapshots/*")))
     assert result["draft"] == ID and result["decoded"]["lossless"] and len(result["faults"]) == 1
     assert result["faults"][0]["explains"] and result["texts"] == "prompts.jsonl"
     assert "--prompts: 6 prompts make wide intervals" in output
