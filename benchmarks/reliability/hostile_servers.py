@@ -33,10 +33,11 @@ ENDLESS = {
 }
 BOMB, TEXT, CHAT = "a body that expands to 2 GiB", "text", "models, and then:"
 NONSENSE = ["[]", "null", "7", '"text"', "{", "[" * 100_000, "9" * 100_000]
+HOOKS = [{"name": "eagle3-capture", "config": {}}]
 SERVER_INFOS = [
     {"version": []},
-    {"version": "0.5.23", "context_length": "x"},
-    {"version": "0.5.23", "launch_command": 'python "unclosed'},
+    {"version": "0.5.23", "forward_hooks": HOOKS, "context_length": "x"},
+    {"version": "0.5.23", "forward_hooks": HOOKS, "launch_command": 'python "unclosed'},
     {"version": "0.5.23", "forward_hooks": [[]]},
     {"version": "0.5.23", "forward_hooks": [{"name": "eagle3-capture", "config": 5}]},
 ]

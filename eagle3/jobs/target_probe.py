@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -113,20 +113,13 @@ def write_probe(file: Path, rows: Rows) -> None:
 
 def _weight_bytes(job: Job) -> int | None:
     """Size of the target's weights; None unless all of them are on this machine."""
-
-    def local(file: str) -> Path | None:
-        if Path(job.target).is_dir():
-            return Path(job.target) / file
-        found = try_to_load_from_cache(job.target, file, revision=job.recipe.model.revision)
-        return Path(found) if isinstance(found, str) else None
-
-    single, index = local(SAFE_WEIGHTS_NAME), local(SAFE_WEIGHTS_INDEX_NAME)
-    if single and single.exists():
-        paths = [single]
-    elif index and index.exists():
-        paths = [local(file) for file in sorted(set(indexed_files(job.target, index).values()))]
-    else:
+    folder = Path(job.target)
+    try:
+        if not folder.is_dir():
+            folder = Path(snapshot_download(job.target, revision=job.recipe.model.revision, local_files_only=True))
+        files, index = {SAFE_WEIGHTS_NAME}, folder / SAFE_WEIGHTS_INDEX_NAME
+        if index.exists() and not (folder / SAFE_WEIGHTS_NAME).exists():
+            files = {*indexed_files(job.target, index).values()}
+        return sum((folder / file).stat().st_size for file in files)
+    except OSError:
         return None
-    if not all(path and path.exists() for path in paths):
-        return None
-    return sum(path.stat().st_size for path in paths)
