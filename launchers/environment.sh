@@ -83,17 +83,29 @@ free_port() {
   echo "$port"
 }
 
-# Wait for a process to end; sets `code`. A trap may set `stopping=yes` meanwhile: SIGUSR1 then goes to $2, so that the
-# ranks write a checkpoint and end. $1: a process that this shell started. $2: a process, or -group.
+# Wait for a process to end; sets `code`, and `ranks` to what its children have started. A trap may set `stopping=yes`
+# meanwhile: SIGUSR1 then goes to $2, so that the ranks write a checkpoint and end. $1: a process that this shell
+# started. $2: a process, or -group.
 await_end() {
+  ranks=()
   while kill -0 "$1" 2>/dev/null; do
     # Repeatedly, since a rank that has just started does not listen yet.
     if [[ $stopping ]]; then kill -USR1 -- "$2" 2>/dev/null || true; fi
+    mapfile -t ranks < <(pgrep -P "$1" | xargs -r -n 1 pgrep -P 2>/dev/null)
     sleep 5 >&/dev/null & # bounds the wait, which a trap that runs just before it does not end
     wait -n "$1" "$!" 2>/dev/null || true # silenced: bash remarks on a process that was killed
   done
   code=0
   wait "$1" 2>/dev/null || code=$?
+}
+
+# Whether one of these processes lives.
+alive() {
+  local process
+  for process in "$@"; do
+    if kill -0 "$process" 2>/dev/null; then return 0; fi
+  done
+  return 1
 }
 
 # Start a DeepSpeed launcher and wait until all its processes have ended; sets `code`. `stopping` is as above.
@@ -104,16 +116,22 @@ run_ranks() {
   group=$!
   await_end "$group" "-$group"
   # Whatever is left now has lost its launcher. If one launcher is killed by a signal, the other reports 0.
+  local orphaned=''
+  while alive "${ranks[@]}"; do # they notice, write a checkpoint and end
+    orphaned=yes
+    sleep 1
+  done
   if kill -0 -- "-$group" 2>/dev/null; then
     if [[ $stopping ]]; then # it died of the signal that its ranks are still handling
       while kill -0 -- "-$group" 2>/dev/null; do sleep 1; done
     else
       sleep 5 # for helpers that end by themselves once their rank is gone
-      if kill -KILL -- "-$group" 2>/dev/null && ((code == 0)); then
-        echo "error: DeepSpeed's launcher has died and left its ranks, which were ended; look for a lack of memory" >&2
-        code=1
-      fi
+      kill -KILL -- "-$group" 2>/dev/null || true
     fi
+  fi
+  if [[ $orphaned && ! $stopping ]] && ((code == 0)); then
+    echo "error: DeepSpeed's launcher has died and left its ranks, which have ended; look for a lack of memory" >&2
+    code=1
   fi
   return 0
 }

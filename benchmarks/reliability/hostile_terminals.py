@@ -18,11 +18,11 @@ from pathlib import Path
 
 import psutil
 import yaml
-from ground import Ground, conversations, require, run_difference
+from ground import Ground, conversations
 from hostile_text import finished_run
 from launching import ENVIRONMENT, LAUNCHED, Ended, Process, _free_port
 from shared_folder import steps_done
-from tries import Case, NotHere, Verdict, judge
+from tries import CRASH, Case, NotHere, Verdict, judge
 
 # Title, clipboard, cleared screen, the same with a C1 control, a line that overwrites itself, text that runs backwards.
 CONTROLS = "\033]0;owned\a\033]52;c;cm0=\a\033[2J\x9b2J\rmine\u202eback"
@@ -221,14 +221,9 @@ def _reports(ground: Ground) -> Verdict:
 
 
 def _orphaned(ground: Ground, name: str, step: int) -> Verdict:
-    """Of two ranks; then the command again."""
-
-    def make(folder: Path) -> None:
-        require(ground.train(_long(ground, folder), world=2))
-
-    whole = ground.once(ground.undisturbed / "orphaned", make)
+    """Of two ranks, in a run that does not end by itself."""
     folder = ground.empty("hostile_terminals")
-    recipe = _long(ground, folder)
+    recipe = ground.recipe(folder, rows=120, training={"max_steps": 100_000, "checkpoint_every": 50_000})
     command = Path(sys.executable).with_name(KILLED[name])
     if not command.exists():
         raise NotHere(f"no {command}")
@@ -255,14 +250,13 @@ def _orphaned(ground: Ground, name: str, step: int) -> Verdict:
         each.kill()
     if alive:
         return Verdict("hang", f"{len(alive)} ranks live {ORPHANED_SECONDS} s after their launcher")
-    if "Traceback (most recent call last)" in (folder / "log").read_text("utf-8", "replace"):
+    if CRASH.search((folder / "log").read_text("utf-8", "replace")):
         return Verdict("traceback", str(folder / "log"))
-    again = ground.train(recipe, "--resume", "auto", world=2)
-    return judge(again, lambda: run_difference(folder / "run", whole / "run"), good="continued")
-
-
-def _long(ground: Ground, folder: Path) -> Path:
-    return ground.recipe(folder, rows=120, training={"max_steps": 60, "checkpoint_every": 50})
+    done, step = steps_done(folder / "run"), f"step-{steps_done(folder / 'run'):08d}"
+    saved = (folder / "run" / "checkpoints" / step / "manifest.json").exists()
+    return Verdict(
+        "refused" if saved else "broken promise", f"ended at step {done}, {'with' if saved else 'without'} it"
+    )
 
 
 def _wait(condition: Callable[[], bool], limit: float = 300) -> None:

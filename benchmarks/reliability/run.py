@@ -39,7 +39,7 @@ ATTACKS = {
     "hostile_places": "folders, spools, secrets, names, ranks that die",
     "first_hour": "mistakes of a new user's first hour",
     "hostile_servers": "servers that hang, flood, answer nonsense, or compute it",
-    "hostile_terminals": "lost permissions, text that controls terminals, temporary names, launchers killed, open ports",
+    "hostile_terminals": "lost permissions, text that controls terminals, launchers killed, open ports",
 }
 FRESH_EVERY = 10
 

@@ -43,6 +43,9 @@ VERDICT_SECONDS = SILENT_SECONDS + 20.0
 # Time from a verdict to the end of the processes, so that their own error messages can still appear.
 GRACE_SECONDS = 3.0
 SEE_OFF_SECONDS = 5.0
+# After so many beats without its launcher a rank stops: by then the launcher's own parent has ended, too, and has seen
+# that ranks were left (launchers/environment.sh).
+ORPHANED_BEATS = 10
 # Time that a rank has to write a checkpoint and end after its launcher has ended.
 STOP_SECONDS = 60.0
 VERDICT, FIRST_DONE = "verdict", "first is done"
@@ -97,8 +100,8 @@ class Watchdog(AbstractContextManager):
         self.silent_seconds, self.asleep_seconds = silent_seconds, asleep_seconds
         self.main, self.place, self.since = threading.get_ident(), "starting", time.monotonic()
         self.watched = self.quiet = self.left = self.broken = False
-        self.node, self.launcher = node_name(), Launcher()
-        self.count = self.exchanges = 0
+        self.node = node_name()
+        self.count = self.exchanges = self.orphaned = 0
         with meeting():
             store = job_store(CONNECT)
             token = [token_hex(8)]
@@ -182,7 +185,7 @@ class Watchdog(AbstractContextManager):
         return [0, *(rank for rank in beside if rank != self.rank and self._heard_of(rank).node == self.node)]
 
     def _run(self) -> None:
-        sound = True
+        sound, launcher = True, Launcher()
         while not self.ended.wait(BEAT_SECONDS):
             verdict = None
             try:
@@ -192,8 +195,8 @@ class Watchdog(AbstractContextManager):
                     Console(speaks=True).warn(f"the watchdog of rank {self.rank} failed once and continues: {error!r}")
                 sound = False
             self.exchanges += 1
-            if self.launcher and self.launcher.is_gone():
-                self.launcher = None
+            self.orphaned += launcher.is_gone()
+            if self.orphaned == ORPHANED_BEATS:
                 self._stop()
             if verdict and not self.ended.is_set():
                 self._end(verdict)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import sys
 from functools import partial
@@ -128,7 +129,8 @@ def test_a_mistake_with_deepspeed_names_what_works_from_here(here, tmp_path, mon
         assert code == 2 and f"it belongs before the script: deepspeed {' '.join(words)} " in stderr
 
 
-def test_a_port_that_another_job_holds_is_said_with_the_remedy(monkeypatch):
+def test_a_port_that_another_job_holds_is_said_with_the_remedy():
+    """Besides, OpenMP reports how its threads wait in a process that found no such setting."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
@@ -140,7 +142,16 @@ def test_a_port_that_another_job_holds_is_said_with_the_remedy(monkeypatch):
             "MASTER_PORT": holder.getsockname()[1],
         }
         environment = os.environ | {name: str(value) for name, value in names.items()}
-        words = ["env", *(f"{name}={environment[name]}" for name in names), sys.executable, "launchers/train.py"]
+        words = [
+            "env",
+            "-u",
+            "OMP_WAIT_POLICY",
+            "OMP_DISPLAY_ENV=true",
+            *(f"{name}={environment[name]}" for name in names),
+            sys.executable,
+            "launchers/train.py",
+        ]
         output = finish(launch(*words, "parallelism.ring=2"), 2)
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in output or shutil.which("nvidia-smi")
     (line,) = [line for line in output.splitlines() if line.startswith("error:")]
     assert "cannot meet the others" in line and "--master_port" in line and "Traceback" not in output

@@ -8,10 +8,11 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import finish, launch, metrics, write_recipe
+from tiny_run import deepspeed, finish, launch, metrics, write_recipe
 
 TRAINING = {"ttt_steps": 3, "global_batch_size": 4, "learning_rate": 2e-3, "max_steps": 8, "checkpoint_every": 2}
 
@@ -64,6 +65,24 @@ def test_a_signal_to_one_rank_stops_all_after_a_checkpoint(tmp_path, recipe):
     assert output.count("resumed after step") == 2
     finish(launch(sys.executable, "tests/support/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}"))
     require_same_run(tmp_path / "stopped", tmp_path / "whole")
+
+
+def test_ranks_whose_launcher_is_killed_write_a_checkpoint_and_end(tmp_path, recipe):
+    """The `deepspeed` command itself, above the process that starts the ranks."""
+    run = tmp_path / "orphaned"
+    endless = ("training.max_steps=100000", "training.checkpoint_every=50000", f"output.dir={run}")
+    process = launch(*deepspeed(1), "launchers/train.py", "--recipe", recipe, *endless)
+    while not (run / "metrics.jsonl").exists() or not metrics(run):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.1)
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    _, alive = psutil.wait_procs(below, timeout=240)
+    for each in alive:
+        each.kill()
+    assert len(below) == 2 and not alive
+    steps = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")]
+    assert steps == [metrics(run)[-1]["step"]] and "and continue with --resume" in process.communicate()[0]
 
 
 @pytest.mark.slow
