@@ -1,4 +1,4 @@
-"""Terminal and log output: lines that fit, progress with rate and time left, colours if they are supported."""
+"""Terminal and log output: lines, progress with rate and time left, colours if they are supported."""
 
 import logging
 import os
@@ -22,7 +22,6 @@ WORD = re.compile(r"\S+")
 QUERY, LINK_QUERY = re.compile("[?#]"), re.compile(r"\?[^?#&=]+=")
 PARAMETER = re.compile(r"(?P<lead>[?#&;](?:[\w.\-\[\]]+=(?==*[^=&#;]))?)[^&#;]+")
 CLOSING = ".,:;!?)]}>'\"`"  # these usually end a sentence or a quotation, not a query
-BETWEEN_FIELDS = re.compile(r"((?<=[,;]) |  +)")
 
 
 class Warned(str):
@@ -185,13 +184,12 @@ def is_first_rank() -> bool:
 
 
 def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO | None = None) -> None:
-    """Prints `lead`, in colour, and the line. Wraps them only on a terminal. stream: default stdout."""
+    """Prints `lead`, in colour if it has one, and the line. stream: default stdout."""
     stream = stream or sys.stdout
-    text = fitted(lead + printable(without_passwords(line)), columns_of(stream), indent=len(lead))
     if colour and lead:
-        text = painted(lead.rstrip(), colour, stream) + text.removeprefix(lead.rstrip())
+        lead = painted(lead.rstrip(), colour, stream) + lead[len(lead.rstrip()) :]
     try:
-        stream.write(text + "\n")  # in one write, because several threads print
+        stream.write(f"{lead}{printable(without_passwords(line))}\n")  # in one write, because several threads print
         stream.flush()
     except BrokenPipeError:  # the reader is gone; the main thread will end the command when it next prints
         if threading.current_thread() is threading.main_thread():
@@ -219,38 +217,6 @@ def with_marks(pieces: Iterable[tuple[str, bool]], colour: bool) -> str:
     begin, end = (GREEN, PLAIN) if colour else MARKS
     texts = ((printable(text, reserved=MARKS), marked) for text, marked in pieces)
     return "".join(f"{begin}{text}{end}" if marked else text for text, marked in texts)
-
-
-def fitted(text: str, columns: int | None, indent: int = 0) -> str:
-    """Breaks the text into lines of at most `columns` characters (None: no limit), with continuation lines indented.
-    Lines break between fields, which are separated by two spaces, a comma or a semicolon. A field that is too long
-    breaks between words. A word that is too long stays whole, so that it can be copied."""
-    return "\n".join(_wrapped(line, columns, indent) for line in text.split("\n"))
-
-
-def _wrapped(line: str, columns: int | None, indent: int) -> str:
-    if columns is None or len(line) <= columns:
-        return line
-    lead = line[: indent or len(line) - len(line.lstrip())]
-    hang = " " * min(indent or len(lead) + 2, columns // 4)
-    first, *others = BETWEEN_FIELDS.split(line.removeprefix(lead))
-    lines = []
-    for gap, field in [("", first), *zip(others[::2], others[1::2], strict=True)]:
-        words = [field] if len(hang + field) <= columns else field.split(" ")
-        for space, word in zip([gap] + [" "] * len(words), words, strict=False):
-            if lines and len(lines[-1] + space + word) <= columns:
-                lines[-1] += space + word
-            else:
-                lines.append((hang if lines else lead) + word)
-    return "\n".join(lines)
-
-
-def columns_of(stream: TextIO) -> int | None:
-    """The width of the stream's terminal; None if the stream is not a terminal or its width is unknown."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns or None
-    except (OSError, ValueError):
-        return None
 
 
 def painted(text: str, colour: str, stream: TextIO | None = None) -> str:
