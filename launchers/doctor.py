@@ -90,7 +90,6 @@ def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed
     )[0]
     yield machine.check_gpus(cluster, topology.device)
     yield machine.check_open_files(cluster)
-    yield machine.check_shared_memory(cluster)
     yield places.check_shared(cluster, "output.dir", recipe.output.dir)
     if recipe.hidden_states.mode == "live" and recipe.target.backend == "sglang" and len(cluster.ranks) > 1:
         yield places.check_shared(cluster, "target.spool", Path(recipe.target.spool))
@@ -99,7 +98,6 @@ def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed
     checkpoint = cluster.ask((lambda: doctor.checkpoint_of(recipe)) if topology.is_first else None)[0]
     count = recipe.training.keep_checkpoints + 2  # plus the best one, and the one being written
     yield places.check_space(cluster, recipe.output.dir, checkpoint, count)
-    yield places.check_write_speed(cluster, recipe.output.dir, checkpoint)
     yield from doctor.check_kernels(cluster, topology, recipe)
     yield from bandwidth.check_all_reduce(cluster, topology.device, 2 * PATIENCE)
 

@@ -26,8 +26,15 @@ from eagle3.attention.plain import (
 
 
 class Kernel(NamedTuple):
-    """One way to compute blocks, forward and backward: `forward` has the parameters of `block_attention`, `backward`
-    those of `block_attention_backward`."""
+    """One way to compute blocks, forward and backward.
+
+    forward(q, k, v, scoring): softmax(scale q k^T) v over one block, and its log-sum-exp. q is [Q, heads, d]; k and v
+        are [S, kv_heads, d], where heads is a multiple of kv_heads.
+    backward(grad, q, k, v, out, lse, scoring): this block's share of the gradients: with P = exp(scale q k^T - lse),
+        dS = P * (grad v^T - sum(grad * out)). If a query has several blocks, `out` and `lse` are the ones *merged over
+        all of them*; each block's backward is then exact on its own. A kernel reads `out` only to form that sum, and
+        rounds it to q's dtype first.
+    """
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, Scoring], BlockOutput]
@@ -77,32 +84,6 @@ def usual_kernels(
     """The kernels that are used unless others were chosen."""
     of = block_candidates(device, dtype, head_dim, softcap)
     return BlockKernels(**{kind: kernels[0] if kernels else None for kind, kernels in of.items()})
-
-
-def block_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
-    """softmax(scale q k^T) v over one block, by its usual kernel. Only a block that has one may be `banded`.
-
-    q is [Q, heads, d]; k and v are [S, kv_heads, d], where heads is a multiple of kv_heads.
-    """
-    return _usual_kernel(q, scoring).forward(q, k, v, scoring)
-
-
-def block_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
-) -> BlockGradients:
-    """This block's share of the gradients: with P = exp(scale q k^T - lse), dS = P * (grad v^T - sum(grad * out)).
-
-    If a query has several blocks, `out` and `lse` are the ones *merged over all of them*; each block's backward is then
-    exact on its own. A kernel reads `out` only to form that sum, and rounds it to q's dtype first.
-    """
-    return _usual_kernel(q, scoring).backward(grad, q, k, v, out, lse, scoring)
-
-
-def _usual_kernel(q: Tensor, scoring: Scoring) -> Kernel:
-    kernels = usual_kernels(q.device, q.dtype, q.shape[-1], scoring.softcap)
-    kernel = kernels.of(scoring.visibility, scoring.window)
-    assert kernel is not None, f"no kernel for {scoring.visibility} blocks"
-    return kernel
 
 
 def head_groups(q: Tensor, k: Tensor, kernel: Kernel) -> Iterator[tuple[slice, slice]]:

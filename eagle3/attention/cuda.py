@@ -53,7 +53,7 @@ def flash_in_use() -> str:
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
-    """`block_attention` in fp16 or bf16 for blocks that are not masked; head_dim is a multiple of 8, at most 256."""
+    """A kernel's `forward` in fp16 or bf16 for blocks that are not masked; head_dim is a multiple of 8, at most 256."""
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q[None], k[None], v[None], **_flash_arguments(q, k, scoring), return_debug_mask=False
     )
@@ -63,7 +63,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockO
 def flash_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> BlockGradients:
-    """`block_attention_backward` for blocks whose forward was `flash_attention`."""
+    """A kernel's `backward` for blocks whose forward was `flash_attention`."""
     rng_state = torch.empty(0, dtype=torch.uint64, device=q.device)  # dropout's seed and offset, not read
     gradients = torch.ops.aten._flash_attention_backward(
         *(x[None] for x in (grad, q, k, v, out.to(q.dtype))),
@@ -93,7 +93,7 @@ def _flash_arguments(q: Tensor, k: Tensor, scoring: Scoring) -> dict[str, Any]:
 
 
 def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
-    """`block_attention` in fp16 or bf16 for `full` and `causal` blocks; head_dim a multiple of 8."""
+    """A kernel's `forward` in fp16 or bf16 for `full` and `causal` blocks; head_dim a multiple of 8."""
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *(_heads_first(x) for x in (q, k, v)),
         None,
@@ -107,7 +107,7 @@ def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockO
 def cudnn_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> BlockGradients:
-    """`block_attention_backward` for blocks whose forward was `cudnn_attention`."""
+    """A kernel's `backward` for blocks whose forward was `cudnn_attention`."""
     unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's seed and offset, not read
     gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
         # contiguous: torch may look up cuDNN's plan by the strides of q, k and v alone
@@ -131,7 +131,7 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
-    """`block_attention` in fp16, bf16 or fp32; head_dim a multiple of 8."""
+    """A kernel's `forward` in fp16, bf16 or fp32; head_dim a multiple of 8."""
     q, k, v, mask = _groups_as_batch(q, k, v, scoring)
     out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         q, k, v, mask, compute_log_sumexp=True, is_causal=scoring.visibility == "causal", scale=scoring.scale
@@ -143,7 +143,7 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Bl
 def efficient_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
 ) -> BlockGradients:
-    """`block_attention_backward` for blocks whose forward was `efficient_attention`."""
+    """A kernel's `backward` for blocks whose forward was `efficient_attention`."""
     kv_heads = k.shape[1]
     grad, out = (x.to(q.dtype).unflatten(1, (kv_heads, -1)).transpose(0, 1) for x in (grad, out))
     lse = lse.transpose(0, 1).unflatten(0, (kv_heads, -1))

@@ -62,7 +62,7 @@ def plain_attention(
     scoring: Scoring,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> BlockOutput:
-    """`block_attention` in fp32 or wider; out is rounded once, to q's dtype."""
+    """A kernel's `forward` in fp32 or wider; out is rounded once, to q's dtype."""
     exact = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=exact, device=q.device)
     q, grouped_out, grouped_lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, out, lse))
@@ -85,7 +85,7 @@ def plain_attention_backward(
     scoring: Scoring,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> BlockGradients:
-    """`block_attention_backward` in fp32 or wider; each gradient is rounded once, to the dtype of its tensor."""
+    """A kernel's `backward` in fp32 or wider; each gradient is rounded once, to the dtype of its tensor."""
     exact = torch.promote_types(q.dtype, torch.float32)
     dq, (dk, dv) = torch.empty_like(q), (torch.zeros(x.shape, dtype=exact, device=x.device) for x in (k, v))
     delta = (grad.to(exact) * out.to(exact)).sum(-1)

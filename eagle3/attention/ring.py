@@ -72,7 +72,7 @@ class RingAttention:
         """Returns the gradient of q [Q, heads, d], in fp32 or wider if it is a sum over blocks, and adds those of the
         keys and values to `gradient`.
 
-        output: merged over all blocks, as `block_attention_backward` wants it.
+        output: merged over all blocks, as a kernel's `backward` wants it.
         """
         assert self.softcap is None, "no draft has a softcap"
         kernels = self._kernels(q)

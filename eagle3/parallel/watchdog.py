@@ -12,6 +12,7 @@ Every rank also watches its launcher. If that is gone, the rank stops as on SIGT
 import json
 import linecache
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,11 +26,11 @@ from secrets import token_hex
 from types import FrameType
 from typing import NamedTuple
 
+import psutil
 import torch.distributed as dist
 
 from eagle3.console import Console
 from eagle3.errors import SharedUserError
-from eagle3.parallel.launcher import Launcher, lives
 from eagle3.parallel.topology import job_store, meeting, node_name
 
 BEAT_SECONDS = 1.0
@@ -50,6 +51,10 @@ ORPHANED_BEATS = 10
 STOP_SECONDS = 60.0
 VERDICT, FIRST_DONE = "verdict", "first is done"
 PACKAGE = Path(__file__).parent.parent
+# Deepspeed has two processes above a rank: its command, and one that starts the node's ranks.
+LAUNCHER = re.compile(r"(.*/)?(deepspeed|torchrun)|(deepspeed\.launcher|torch\.distributed)\.\w+|slurmstepd:.*")
+# What torchrun and deepspeed set in the environment of ranks alone.
+SET_FOR_RANKS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
 
 
 class Beat(NamedTuple):
@@ -76,6 +81,21 @@ class Verdict(NamedTuple):
 
     text: str
     first_gone: bool = False  # whether the first rank, which normally reports the verdict, is gone
+
+
+class Launcher:
+    """The launcher of this rank: deepspeed, torchrun or Slurm. When it is killed, its ranks live on, and nobody else
+    would end them. It is taken to be the processes above this one that are called so when this is created; a shell is
+    no launcher, so that it may end before a run that it started in the background."""
+
+    def __init__(self) -> None:
+        self.processes = [process.pid for process in psutil.Process().parents() if _is_launcher(process)]
+
+    def is_gone(self) -> bool:
+        """Whether one of its processes has ended, or all had before this was created."""
+        if not self.processes:
+            return os.getppid() == 1 and any(name in os.environ for name in SET_FOR_RANKS)
+        return not all(map(_lives, self.processes))
 
 
 class Watchdog(AbstractContextManager):
@@ -226,7 +246,7 @@ class Watchdog(AbstractContextManager):
     def _without_store(self) -> Verdict:
         """The verdict after the store is gone. The store was in the first rank's process, or else in the launcher's."""
         time.sleep(BEAT_SECONDS)  # the store closes shortly before its process ends
-        if self.rank == 0 or (self._first.node == self.node and lives(self._first.pid)):
+        if self.rank == 0 or (self._first.node == self.node and _lives(self._first.pid)):
             return Verdict("the launcher that keeps the job's store has ended", first_gone=True)
         return self._first_gone("has ended,")
 
@@ -274,7 +294,7 @@ class Watchdog(AbstractContextManager):
                 continue
             loud = beat.watched and (self.broken or not beat.quiet)
             if beat.node == self.node:
-                if not lives(beat.pid):
+                if not _lives(beat.pid):
                     return Verdict(f"rank {rank} {beat.who} has ended, at {beat.place}", rank == 0)
             elif now - at > (self.silent_seconds if loud else self.asleep_seconds):
                 return Verdict(
@@ -351,3 +371,16 @@ def _where(frames: list[FrameType]) -> str:
         if path.is_relative_to(PACKAGE):
             return f"{frame.f_code.co_name} ({path.relative_to(PACKAGE.parent)}:{frame.f_lineno})"
     return "outside of this package"
+
+
+def _is_launcher(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):  # it has just ended, or may not be looked at
+        return any(map(LAUNCHER.fullmatch, process.cmdline()[:4]))
+    return False
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -1,9 +1,7 @@
-"""Checks that every node is fit for the job: GPUs, open files and shared memory."""
+"""Checks that every node is fit for the job: GPUs and open files."""
 
 import resource
-import shutil
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,7 +10,6 @@ from eagle3.preflight.cluster import Cluster, Finding, owners, troubled
 
 # A rank opens sockets to all others, its shards, and pipes to its workers: hundreds on one node, thousands on many.
 LEAST_OPEN_FILES = 4096
-SMALL_SHARED_MEMORY = 2**30  # containers start with 64 MiB, less than NCCL and a loader's workers need
 
 
 class GpuSeen(NamedTuple):
@@ -95,13 +92,3 @@ def check_open_files(cluster: Cluster) -> Finding:
         f"run ulimit -n {LEAST_OPEN_FILES} before the start; if that is refused, set LimitNOFILE= of the service, "
         "/etc/security/limits.conf, or --ulimit nofile= of the container",
     )
-
-
-def check_shared_memory(cluster: Cluster, folder: Path = Path("/dev/shm")) -> Finding:
-    rooms = cluster.ask_leaders(lambda: [*shutil.disk_usage(folder)])
-    if reasons := troubled(rooms):
-        return Finding("shared memory", "note", f"{cluster.where([*reasons])}: {next(iter(reasons.values()))}")
-    free, total, rank = min((free, total, rank) for rank, (total, _, free) in rooms.items())
-    detail = f"{folder}: {free / 2**30:.2f} of {total / 2**30:.2f} GiB free ({cluster.where([rank])} has the least)"
-    small = "; NCCL and SGLang's spool use it: a container gets more with --shm-size=16g or --ipc=host"
-    return Finding("shared memory", "note", detail + (small if free < SMALL_SHARED_MEMORY else ""))

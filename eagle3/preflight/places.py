@@ -1,4 +1,4 @@
-"""Checks that the nodes see the same files, and that the disk is large and fast enough for checkpoints."""
+"""Checks that the nodes see the same files, and that the disk is large enough for checkpoints."""
 
 import errno
 import hashlib
@@ -18,8 +18,6 @@ from eagle3.planning.step import Weights
 from eagle3.preflight.cluster import Cluster, Finding, Trouble, owners, troubled
 
 PATIENCE = 10.0  # seconds within which another node's file must appear; network file systems cache directories
-PROBE_BYTES = 128 * 2**20
-LEAST_WRITE_SPEED = 20e6  # bytes per second and node: the checkpoint of an 8B target's draft, 6 GB, takes 5 minutes
 ABSENT = "absent"
 
 
@@ -142,8 +140,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def judge_space(folder: Path, free: int, needed: int, content: str) -> Finding:
-    takes = "takes" if content.startswith("a ") else "take"
-    detail = f"{folder}: {data_size(free)} free, {content} {takes} {data_size(needed)}"
+    detail = f"{folder}: {data_size(free)} free, {data_size(needed)} for {content}"
     if free >= needed:
         return Finding("disk space", "ok", detail)
     return Finding(
@@ -159,33 +156,11 @@ def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, count: i
     how many exist at a time."""
     free = cluster.ask_leaders(lambda: free_bytes(folder))
     if reasons := troubled(free):
-        return Finding("disk space", "failed", f"{folder}: {next(iter(reasons.values()))}", "fix output.dir")
+        return _unwritable(cluster, "output.dir", folder, reasons)._replace(name="disk space")
     least = min(free.values())
     if checkpoint is None:
         return Finding("disk space", "note", f"{folder}: {data_size(least)} free; a checkpoint's size is not known yet")
     return judge_space(folder, least, count * checkpoint, f"{count} checkpoints")
-
-
-def check_write_speed(cluster: Cluster, folder: Path, checkpoint: int | None) -> Finding:
-    """Measures the write speed with all nodes writing at once, as for a checkpoint. Each writes a file and flushes it
-    to disk. Collective."""
-    speeds = cluster.ask_leaders(lambda: _write_speed(_existing_parent(folder)))
-    if reasons := troubled(speeds):
-        return _unwritable(cluster, "output.dir", folder, reasons)._replace(name="write speed")
-    slowest, rank = min((speed, rank) for rank, speed in speeds.items())
-    detail = (
-        f"{data_size(slowest)}/s from {cluster.where([rank])}"
-        + (f", the slowest of {len(speeds)}" if len(speeds) > 1 else "")
-        + (f": a checkpoint takes about {checkpoint / slowest / len(speeds):.1f} s" if checkpoint else "")
-    )
-    if slowest >= LEAST_WRITE_SPEED:
-        return Finding("write speed", "ok", detail)
-    return Finding(
-        "write speed",
-        "failed",
-        f"{detail}; less than {data_size(LEAST_WRITE_SPEED)}/s",
-        "set output.dir to a faster file system, or checkpoint less often (training.checkpoint_every)",
-    )
 
 
 def _existing_parent(folder: Path) -> Path:
@@ -208,7 +183,7 @@ def _marker(folder: Path) -> Iterator[tuple[str, int]]:
     """Inside the block, there is a file in `folder`, or in the nearest existing folder above it, that contains its own
     name. Yields the file's name and how many levels above `folder` it is."""
     place = _existing_parent(folder)
-    path = place / _probe_name()
+    path = place / f".preflight-{token_hex(16)}"
     try:
         path.write_text(path.name, encoding="utf-8")
         flush(path)
@@ -234,21 +209,3 @@ def _await_marker(folder: Path, name: str, above: int, patience: float) -> str:
             return f"{path.parent} is not the first node's folder of this name, whose new file does not appear"
         time.sleep(0.1)
     return "" if os.access(path.parent, os.W_OK | os.X_OK) else f"{path.parent} is not writable"
-
-
-def _probe_name() -> str:
-    return f".preflight-{token_hex(16)}"
-
-
-def _write_speed(place: Path) -> float:
-    """Write speed in bytes per second, measured with random bytes, since some file systems compress."""
-    probe, block = place / _probe_name(), os.urandom(2**22)
-    try:
-        start = time.perf_counter()
-        with probe.open("wb") as file:
-            for _ in range(PROBE_BYTES // len(block)):
-                file.write(block)
-        flush(probe)
-        return PROBE_BYTES / (time.perf_counter() - start)
-    finally:
-        probe.unlink(missing_ok=True)

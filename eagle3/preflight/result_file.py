@@ -8,7 +8,7 @@ from typing import Any
 from eagle3.console import Console
 from eagle3.durable import replace_text, writing
 from eagle3.errors import UserError
-from eagle3.parsing import parse_json
+from eagle3.sealed import KEY
 
 
 def require_result_place(out: Path) -> None:
@@ -25,13 +25,8 @@ def require_result_place(out: Path) -> None:
         raise UserError(
             f"--out {out}: {out.parent} cannot be written ({error.strerror}); name a file elsewhere"
         ) from error
-    if out.exists() and out.stat().st_size:
-        try:
-            earlier = parse_json(out.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            earlier = None
-        if not isinstance(earlier, dict) or "draft_tokens" not in earlier:
-            raise UserError(f"--out {out}: holds something other than an evaluation; name another file")
+    if out.exists() and out.stat().st_size and KEY not in out.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"--out {out}: holds something other than an evaluation; name another file")
 
 
 def write_result(out: Path, result: dict[str, Any], console: Console) -> None:

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from usual_blocks import block_attention, block_attention_backward
 
 from eagle3.attention.block import (
     BlockOutput,
-    block_attention,
-    block_attention_backward,
     merge_blocks,
 )
 from eagle3.attention.plain import BlockGradients, Scoring, plain_attention, plain_attention_backward

@@ -22,10 +22,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from usual_blocks import block_attention, block_attention_backward
 
 from eagle3.attention import block as blocks
 from eagle3.attention import cuda
-from eagle3.attention.block import block_attention, block_attention_backward, head_groups, usual_kernels
+from eagle3.attention.block import head_groups, usual_kernels
 from eagle3.attention.plain import Scoring, plain_attention, plain_attention_backward
 from eagle3.attention.ring import KeyValueGradient, RingAttention
 from eagle3.attention.schedule import schedule_prefix
