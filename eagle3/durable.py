@@ -109,18 +109,13 @@ def create_text(path: Path, text: str) -> None:
 
 @contextmanager
 def _unfinished(path: Path) -> Iterator[Path]:
-    """A name beside `path` that no other process uses (see `unfinished_names`). If the block leaves a file there, it is
+    """A name beside `path` that no other process uses: .NAME. and 8 hex digits. If the block leaves a file there, it is
     removed."""
     partial = path.with_name(f".{path.name}.{token_hex(4)}")
     try:
         yield partial
     finally:
         partial.unlink(missing_ok=True)
-
-
-def unfinished_names(path: Path) -> list[Path]:
-    """What killed writers of `path` have left beside it."""
-    return [*path.parent.glob(f".{path.name}.{'[0-9a-f]' * 8}")]
 
 
 def publish(partial: Path, path: Path) -> None:

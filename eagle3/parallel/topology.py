@@ -107,10 +107,11 @@ def start_distributed(
     forming = min(forming, timeout)
     with meeting():
         if not dist.is_initialized():
+            backend = "nccl" if device.type == "cuda" else "gloo"
             if launched("WORLD_SIZE", 1) == 1:
-                _start_alone(device, forming)
+                _start_alone(backend, forming)
             deepspeed.init_distributed(
-                dist_backend="nccl" if device.type == "cuda" else "gloo",
+                dist_backend=backend,
                 auto_mpi_discovery=False,
                 verbose=False,
                 timeout=forming,
@@ -144,10 +145,9 @@ def start_distributed(
     return topology
 
 
-def _start_alone(device: torch.device, timeout: datetime.timedelta) -> None:
+def _start_alone(backend: str, timeout: datetime.timedelta) -> None:
     """Becomes a job of one process, which needs no port that others could reach: the store is in its own memory."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
@@ -156,8 +156,8 @@ def job_store(timeout: datetime.timedelta) -> dist.Store:
     process gets a store of its own."""
     if dist.get_world_size() == 1:
         return dist.HashStore()
-    address, port = os.environ["MASTER_ADDR"], launched("MASTER_PORT", 0)
-    return dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    port = launched("MASTER_PORT", 0)
+    return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout)
 
 
 def _own_device() -> torch.device:
@@ -166,13 +166,11 @@ def _own_device() -> torch.device:
     local, rank, world = launched("LOCAL_RANK", 0), launched("RANK", 0), launched("WORLD_SIZE", 1)
     if not 0 <= rank < world:
         raise SharedUserError(f"RANK={rank}: a job of WORLD_SIZE={world} has ranks 0 to {world - 1}; set one of these")
-    if "MASTER_PORT" not in os.environ:
-        raise SharedUserError(
-            "MASTER_PORT: is not set, though RANK is; start with deepspeed or torchrun, which set both, or unset RANK "
-            "and WORLD_SIZE"
-        )
     if not 0 < (port := launched("MASTER_PORT", 0)) < 65536:
-        raise SharedUserError(f"MASTER_PORT={port}: is not a port; set one from 1 to 65535 that nothing listens on")
+        raise SharedUserError(
+            f"MASTER_PORT={port}: is not a port, though RANK is set; start with deepspeed or torchrun, which set both, "
+            "or unset RANK and WORLD_SIZE"
+        )
     beside = launched("LOCAL_WORLD_SIZE", launched("LOCAL_SIZE", 1))
     if not torch.cuda.is_available():
         without_compiled_collective()

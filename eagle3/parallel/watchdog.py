@@ -47,8 +47,8 @@ SEE_OFF_SECONDS = 5.0
 # After so many beats without its launcher a rank stops: by then the launcher's own parent has ended, too, and has seen
 # that ranks were left (launchers/environment.sh).
 ORPHANED_BEATS = 10
-# Time that a rank has to write a checkpoint and end after its launcher has ended.
-STOP_SECONDS = 60.0
+# After so many more it ends, whatever it is doing.
+STOP_BEATS = 60
 VERDICT, FIRST_DONE = "verdict", "first is done"
 PACKAGE = Path(__file__).parent.parent
 # Deepspeed has two processes above a rank: its command, and one that starts the node's ranks.
@@ -216,7 +216,7 @@ class Watchdog(AbstractContextManager):
                 sound = False
             self.exchanges += 1
             self.orphaned += launcher.is_gone()
-            if self.orphaned == ORPHANED_BEATS:
+            if self.orphaned in (ORPHANED_BEATS, ORPHANED_BEATS + STOP_BEATS):
                 self._stop()
             if verdict and not self.ended.is_set():
                 self._end(verdict)
@@ -319,13 +319,12 @@ class Watchdog(AbstractContextManager):
         return Verdict(f"no progress for {longest:.0f} s: {culprits}{waits}")
 
     def _stop(self) -> None:
-        """Stops this rank as on SIGTERM, since its launcher is gone: training then ends after its step, with a
-        checkpoint. Ends the process if that takes longer than STOP_SECONDS."""
+        """Stops this rank, since its launcher is gone: at first as on SIGTERM, after which training ends its step and
+        writes a checkpoint, and then at once."""
+        if self.orphaned > ORPHANED_BEATS:
+            os._exit(1)
         if self.local_rank == 0:
             self.report("what started this job's ranks (deepspeed, torchrun or Slurm) has ended, so they stop")
-        deadline = threading.Timer(STOP_SECONDS, os._exit, [1])
-        deadline.daemon = True
-        deadline.start()
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _end(self, verdict: Verdict) -> None:

@@ -31,7 +31,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from eagle3.durable import Lock, lock, unfinished_names, write_text
+from eagle3.durable import Lock, lock, write_text
 from eagle3.parsing import parse_json
 from eagle3.states.rows import DraftLogits, LastHidden, TeacherRows
 from eagle3.states.store.codecs import CHUNK_BYTES, Codec, CodecName, Fp8, Lossless, Raw, StoreDtype, chunk_rows
@@ -249,7 +249,7 @@ def remove_abandoned(folder: Path, shard: str) -> None:
         return
     index = folder / index_name(shard)
     if not index.exists():  # its writer may have finished in the meantime
-        for path in (*files, *unfinished_names(index)):
+        for path in (*files, *folder.glob(f".{index.name}.*")):
             path.unlink(missing_ok=True)
 
 
