@@ -73,7 +73,6 @@ def test_a_resumed_run_names_the_file_that_it_may_not_read(denied, topology):
     for name in ("recipe.yaml", "run_id.txt", "inputs.json", "run.json", "metrics.jsonl"):
         denied(f"run/{name}", resume)
     denied(f"run/{STEP}", resume)
-    denied("run", resume)
 
 
 def test_report_and_training_name_the_weights_and_results_that_they_may_not_read(denied, monkeypatch):
