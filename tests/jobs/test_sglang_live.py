@@ -31,15 +31,15 @@ from sglang_case import (
 )
 from tiny_run import deepspeed, finish, launch, make_target, metrics, write_recipe
 
-from eagle3.durable import create_text
 from eagle3.errors import UserError
 from eagle3.jobs.target_probe import probe_document, require_same_target
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.states.loader import Reading, SpooledSource
 from eagle3.states.rows import Rows
 from eagle3.states.spool import Spool, SpoolReader, spool_bytes
-from eagle3.states.store.folder import MANIFEST, Manifest
-from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.files import LocalFiles
+from eagle3.states.store.folder import MANIFEST, find_indexes
+from eagle3.states.store.reader import HiddenStateStore, Location, RowRequest
 from eagle3.targets.sglang.asking import Generated, ModelInfo, ServerInfo, ask
 from eagle3.targets.sglang.client import Producer, Servers
 from eagle3.targets.sglang.hook import HookSettings
@@ -254,8 +254,9 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
         folder.mkdir()
         for file in keep.glob(f"shard-{rank:08x}-*"):
             file.rename(folder / file.name)
-        create_text(folder / MANIFEST, Manifest({}, {}).dump())
-        stores.append(HiddenStateStore.open(str(folder), {}))
+        files = LocalFiles(folder)
+        locations = {entry.id: Location(index, entry) for index in find_indexes(files)[0] for entry in index.samples}
+        stores.append(HiddenStateStore(files, locations, {}, None))
     for (aux, teacher), rows_of_rank, store in zip(requested, live, stores, strict=True):
         requests = [RowRequest(one.id, a, b) for one, a, b in zip(samples, aux, teacher, strict=True)]
         for mine, other in zip(rows_of_rank, store.read(requests), strict=True):
