@@ -39,9 +39,9 @@ from eagle3.targets.sglang.client import (
     Producer,
     Servers,
     SGLangTarget,
-    require_capture,
     require_spool_room,
 )
+from eagle3.targets.sglang.fitness import require_capture
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import SUPPORTED, is_tested
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command

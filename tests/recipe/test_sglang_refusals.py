@@ -7,7 +7,7 @@ from sglang_case import AUX_LAYERS, cpu_environment, hook_of, options
 from sglang_cpu.targets import make_target
 
 from eagle3.errors import UserError
-from eagle3.targets.sglang.client import require_capture
+from eagle3.targets.sglang.fitness import require_capture
 from eagle3.targets.sglang.server import SGLangServer
 from eagle3.targets.sglang.version import capture_flags
 
