@@ -21,7 +21,7 @@ provenance.
 import json
 import re
 from collections.abc import Collection, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -238,19 +238,21 @@ def unfinished(names: Collection[str]) -> set[str]:
 
 
 def remove_abandoned(folder: Path, shard: str) -> None:
-    """Remove an unfinished shard, unless its writer is alive, or the file system has no locks that could tell."""
-    files = [folder / f"{shard}.partial", folder / shard]  # in the order in which a writer creates them
-    try:
-        for path in files:
-            with suppress(FileNotFoundError), path.open("rb") as file:
-                if lock(file) is not Lock.HELD:
-                    return
-    except OSError:
-        return
-    index = folder / index_name(shard)
-    if not index.exists():  # its writer may have finished in the meantime
-        for path in (*files, *folder.glob(f".{index.name}.*")):
-            path.unlink(missing_ok=True)
+    """Remove an unfinished shard, unless its writer is alive, or the file system has no locks that could tell. The
+    locks are kept until the files are gone, so that a writer that has just made one of them waits and makes it anew."""
+    index, found = folder / index_name(shard), []
+    with ExitStack() as held:
+        try:
+            for path in (folder / f"{shard}.partial", folder / shard):  # in the order in which a writer creates them
+                with suppress(FileNotFoundError):
+                    if lock(held.enter_context(path.open("rb"))) is not Lock.HELD:
+                        return
+                    found.append(path)
+        except OSError:
+            return
+        if not index.exists():  # its writer may have finished in the meantime
+            for path in (*found, *folder.glob(f".{index.name}.*")):
+                path.unlink(missing_ok=True)
 
 
 def parse_header(text: memoryview, where: str) -> tuple[dict[str, int], str | None]:

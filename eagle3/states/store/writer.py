@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -56,6 +57,7 @@ from eagle3.states.store.shard import (
 # Number of chunks that a thread encodes at a time, and most raw bytes per tensor that may wait to be encoded.
 JOB_CHUNKS = 8
 MOST_IN_WORK = 32 << 20
+REMOVING_SECONDS = 0.001
 FULL = "free space and run capture.py again, which continues here"
 
 
@@ -251,10 +253,11 @@ class ShardWriter:
         self.provenance_digest = provenance_digest
         self.partial = folder / f"{shard}.partial"
         self.file = self.partial.open("xb+")
-        while not (hold(self.file) and self.partial.exists()):  # another process has just removed it as abandoned
-            self.file.close()
-            self.partial.unlink(missing_ok=True)
-            self.file = self.partial.open("xb+")
+        while not (hold(self.file) and self.partial.exists()):  # another process is just removing it as abandoned
+            time.sleep(REMOVING_SECONDS)
+            if not self.partial.exists():
+                self.file.close()
+                self.file = self.partial.open("xb+")
         self.file.seek(DATA_START)
         # `last` grows at the same time and is appended at the end. Its file has no name and vanishes with this process.
         self.aside = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115
