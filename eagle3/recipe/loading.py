@@ -32,7 +32,8 @@ OTHER_NAMES = {
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
-    """Read a YAML recipe and apply `section.key=value` overrides. Raises UserError with file, key, value and remedy."""
+    """Read a YAML recipe and apply `section.key=value` overrides. Raises UserError with file, key, value and remedy,
+    and OSError if the system refuses the file."""
     path = Path(path)
     try:
         exists = path.is_file()
@@ -45,8 +46,6 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
             if wrong:
                 raise SharedUserError(f"{path}: {flaw}")
         values = parse_yaml(path.read_text(encoding="utf-8")) or {}
-    except OSError as error:
-        raise SharedUserError(f"{path}: cannot be read ({error.strerror}); {NAME}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SharedUserError(f"{path}: not valid YAML ({error}); fix the file") from error
     if not isinstance(values, dict):

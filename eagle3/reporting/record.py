@@ -19,7 +19,7 @@ from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.planning.payoff import Cell, PayOff
 from eagle3.recipe.loading import load_recipe
-from eagle3.reporting.schemas import InputDigests, Judgement, Metrics, Sealed, first_problem
+from eagle3.reporting.schemas import DraftFile, InputDigests, Judgement, Metrics, Sealed, first_problem
 from eagle3.sealed import unsealed
 from eagle3.text.datasets import is_dataset
 from eagle3.training.run_folder import RunFolder
@@ -108,12 +108,11 @@ def read_run(path: Path) -> RunRecord:
             "launchers/evaluate.py writes it; the run judged nothing, or has not ended",
         ),
         "by_context": (folder.by_context, Judgement, "launchers/evaluate.py --by-context writes it"),
+        "draft": (folder.export / "config.json", DraftFile, "the run has not ended"),
     }
     contents = {name: _read_json(file, kind) for name, (file, kind, _) in files.items()}
-    exported = folder.export / "config.json"
-    contents["draft"] = parse_json(_read_text(exported) or "{}")
     if contents["draft"]:
-        read_draft_config(exported)  # refuses what is no draft's
+        read_draft_config(folder.export / "config.json")  # refuses what is no draft's
     foreign = {}
     for name in ("evaluation", "by_context"):
         if contents[name] and (difference := _difference(folder, contents[name])):
@@ -122,7 +121,6 @@ def read_run(path: Path) -> RunRecord:
         (folder.recipe, folder.recipe.is_file(), "the resolved recipe"),
         (folder.metrics, records, "no step was recorded yet"),
         *((file, contents[name], foreign.get(name, why)) for name, (file, _, why) in files.items()),
-        (exported, contents["draft"], "the run has not ended"),
     ]
     absent = tuple(f"{file.relative_to(path)}: {why}" for file, content, why in there if not content)
     others = tuple(f"{name}.json: {difference}" for name, difference in foreign.items())

@@ -33,6 +33,10 @@ class InputDigests(BaseModel):
     target: str = Field(alias="model.target")
 
 
+class DraftFile(BaseModel):
+    """An export's config.json, which its own reader looks at."""
+
+
 class Metrics(BaseModel):
     """A line of metrics.jsonl. Numbers may be null."""
 

@@ -12,7 +12,6 @@ from eagle3.parsing import parse_json
 
 KINDS = ("train", "skipped", "held_out")  # of one step, in the order in which they are written
 EXPORTED = "exported"  # once for each export, after the last step, with the step of the exported weights
-NO_RECORD = 0
 
 
 class Records(NamedTuple):
@@ -25,16 +24,22 @@ def read_records(content: bytes, last: int) -> Records:
     """The records of steps up to `last`. What a kill has left of the last line is no fault."""
     lines = content.split(b"\n")
     places = np.array([_place(line) for line in lines])
-    if places[-1] == NO_RECORD:
+    if not places[-1]:
         lines, places = lines[:-1], places[:-1]
     end, before = len(KINDS) * (last + 1), 0
     kept, faults, steps = [], [], [0]
     for number, (line, place) in enumerate(zip(lines, places.tolist(), strict=True), 1):
-        if place == NO_RECORD:
+        if not place:
             faults.append(f"line {number} is no record of a step")
         elif place < 0:
             kept += [line] * (-place <= last)
-        elif place <= before or _skips(places[number:], before, place):
+        elif (
+            place <= before
+            or (  # or its step is not the next one, and a later line's step comes before it
+                place // len(KINDS) > before // len(KINDS) + 1
+                and ((places[number:] > before) & (places[number:] < place)).any()
+            )
+        ):
             faults.append(f"line {number} has step {place // len(KINDS)} out of order, or again")
         else:
             before = place
@@ -45,17 +50,13 @@ def read_records(content: bytes, last: int) -> Records:
 
 
 def _place(line: bytes) -> int:
-    """The place of a line's record in the order of steps and kinds, from 1; for an export its step, negative."""
+    """The place of a line's record in the order of steps and kinds, from 1; for an export its step, negative; 0 for no
+    record."""
     try:
         record = parse_json(line)
         step, kind = record["step"], record["kind"]
     except (ValueError, TypeError, LookupError):
-        return NO_RECORD
+        return 0
     if type(step) is not int or not 0 < step < 2**50 or kind not in (*KINDS, EXPORTED):
-        return NO_RECORD
+        return 0
     return -step if kind == EXPORTED else len(KINDS) * step + KINDS.index(kind)
-
-
-def _skips(later: np.ndarray, before: int, place: int) -> bool:
-    """Whether a later line has a place between these two, so that this one is not the next."""
-    return place // len(KINDS) > before // len(KINDS) + 1 and bool(((later > before) & (later < place)).any())

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from eagle3.console import all_without_passwords, without_passwords
-from eagle3.durable import move_aside, write_bytes, write_text, writing
+from eagle3.durable import move_aside, require_access, write_bytes, write_text, writing
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.preflight.inputs import inputs_of
@@ -36,14 +36,14 @@ FREE_ON_RESUME = (
 )
 FILES = (
     *("recipe.yaml", "run_id.txt", "inputs.json", "metrics.jsonl", "draft_vocabulary.safetensors", "run.json"),
-    *("evaluation.json", "by_context.json", "report.html"),
+    *("evaluation.json", "by_context.json", "diagnosis.json", "report.html"),
 )
 FOLDERS = ("checkpoints", "export", "report", "profile", "tensorboard", "wandb")
 # The names of everything that a run leaves in its folder, including half-written and numbered files. Anything else is
 # not the run's, and stays where it is.
 OWN = re.compile(
     rf"\.?({'|'.join(map(re.escape, FILES + FOLDERS))})(\.partial|\.[0-9a-f]{{8}})?"
-    r"|(evaluation|by_context)\.\d+\.json|metrics\.\d+\.jsonl"
+    r"|(evaluation|by_context|diagnosis)\.\d+\.json|metrics\.\d+\.jsonl"
 )
 RUN = "run"  # what run.json is sealed as
 MOST_NAMED = 3  # faults of metrics.jsonl in a line
@@ -257,6 +257,7 @@ class RunFolder:
 
     def kernels_before(self) -> dict[str, str | None] | None:
         """Names of the kernels that the run used so far; None if that is not known."""
+        require_access(self.run)
         with suppress(*DAMAGE):
             return read_sealed(self.run, RUN)["kernels"]
         return None

@@ -512,8 +512,9 @@ def test_a_store_that_is_missing_foreign_or_incomplete_is_named(recipe, topology
 
 
 def began_with(recipe):
-    """Leave in the run folder the recipe of an earlier run."""
+    """Leave in the run folder the recipe and the identity of an earlier run."""
     (recipe.parent / "run" / "recipe.yaml").write_text(dump_recipe(load_recipe(recipe)), encoding="utf-8")
+    (recipe.parent / "run" / "run_id.txt").write_text(32 * "1" + "\n", encoding="utf-8")
 
 
 @pytest.mark.parametrize(

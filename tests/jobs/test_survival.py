@@ -82,7 +82,7 @@ def test_ranks_whose_launcher_is_killed_write_a_checkpoint_and_end(tmp_path, rec
         each.kill()
     assert len(below) == 2 and not alive
     steps = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")]
-    assert steps == [metrics(run)[-1]["step"]] and "and continue with --resume" in process.communicate()[0]
+    assert max(steps) == metrics(run)[-1]["step"] and "and continue with --resume" in process.communicate()[0]
 
 
 @pytest.mark.slow
