@@ -20,7 +20,7 @@ REASON_CHARACTERS = 300
 
 Item = TypeVar("Item")
 ListOf = Annotated[list[Item], Field(fail_fast=True)]  # a list of nonsense has one error, not one for each item
-Name = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
+Name = Annotated[str, StringConstraints(min_length=1, max_length=1000, pattern=r"^[^\r\n]+$")]  # one line
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 

@@ -150,7 +150,7 @@ def test_both_engines_accept_the_same_drafts(decoded):
     """For every prompt. SGLang counts beyond an EOS, but only in the last verification."""
     ended = 0
     for output, (answer, _) in zip(decoded.own, decoded.served, strict=True):
-        if not answer.stopped:
+        if answer.ended_by != "stop":
             assert padded(answer.histogram) == histogram(output)
             continue
         ended += 1
@@ -259,7 +259,7 @@ def test_a_draft_with_a_window_is_served_as_transformers_judges_it(decoded, wind
     others, own = [judged(each) for each in windowed.others], judged(windowed.window)
     served = windowed.served(decoded, DraftTree.of(STEPS, 1, None))
     assert [each.answer.tokens for each in served] == [output.tokens for output in own]
-    whole = [number for number, (answer, _) in enumerate(served) if not answer.stopped]
+    whole = [number for number, (answer, _) in enumerate(served) if answer.ended_by != "stop"]
     assert [padded(served[number].answer.histogram) for number in whole] == [histogram(own[number]) for number in whole]
     for other in others:
         assert [histogram(other[number]) for number in whole] != [histogram(own[number]) for number in whole]
@@ -286,7 +286,7 @@ def test_a_tree_under_a_window_accepts_as_the_definition_says(decoded, windowed)
     tree, d2t = DraftTree.of(2, 2, 7), windowed.loaded.d2t
     served = windowed.served(decoded, tree)
     assert [each.answer.tokens for each in served] == [each.answer.tokens for each in decoded.served_plain]
-    whole = [number for number, (answer, _) in enumerate(served) if not answer.stopped]
+    whole = [number for number, (answer, _) in enumerate(served) if answer.ended_by != "stop"]
 
     def defined(window: int | None, number: int) -> list[int]:
         """Numbers of verifications that accepted 0, 1 or 2 drafts."""
@@ -322,7 +322,7 @@ def test_both_engines_count_the_same(decoded):
 
 def test_the_length_asked_for_biases_nothing(decoded):
     """A last verification that reaches beyond the length counts in full."""
-    whole = [each for each, (answer, _) in zip(decoded.counted, decoded.served, strict=True) if not answer.stopped]
+    whole = [each for each, (answer, _) in zip(decoded.counted, decoded.served, strict=True) if answer.ended_by != "stop"]
     result = SpeculativeResult.over(whole)
     assert result.yielded == result.verifications + sum(result.accepted)
     assert result.yielded >= result.new_tokens - result.conversations
