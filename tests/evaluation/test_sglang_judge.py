@@ -322,7 +322,8 @@ def test_both_engines_count_the_same(decoded):
 
 def test_the_length_asked_for_biases_nothing(decoded):
     """A last verification that reaches beyond the length counts in full."""
-    whole = [each for each, (answer, _) in zip(decoded.counted, decoded.served, strict=True) if answer.ended_by != "stop"]
+    pairs = zip(decoded.counted, decoded.served, strict=True)
+    whole = [each for each, (answer, _) in pairs if answer.ended_by != "stop"]
     result = SpeculativeResult.over(whole)
     assert result.yielded == result.verifications + sum(result.accepted)
     assert result.yielded >= result.new_tokens - result.conversations
