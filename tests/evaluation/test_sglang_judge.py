@@ -316,7 +316,7 @@ def test_both_engines_count_the_same(decoded):
     """Of every conversation, except for the drafts that SGLang accepts after an EOS."""
     for own, served, (answer, _) in zip(decoded.own_counted, decoded.counted, decoded.served, strict=True):
         names = ["new_tokens", "verifications", "yielded", "verdict", "plain_tokens"]
-        for name in [*names, *([] if answer.stopped else ["accepted"])]:
+        for name in [*names, *([] if answer.ended_by == "stop" else ["accepted"])]:
             assert getattr(served, name) == getattr(own, name), name
 
 
