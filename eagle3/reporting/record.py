@@ -113,9 +113,9 @@ def read_run(path: Path) -> RunRecord:
     contents = {name: _read_json(file, kind) for name, (file, kind, _) in files.items()}
     if contents["draft"]:
         read_draft_config(folder.export / "config.json")  # refuses what is no draft's
-    foreign = {}
+    foreign, exported = {}, draft_digest(folder.export) if contents["draft"] else None
     for name in ("evaluation", "by_context"):
-        if contents[name] and (difference := _difference(folder, contents[name])):
+        if contents[name] and (difference := _difference(folder, contents[name], exported)):
             contents[name], foreign[name] = {}, difference
     there = [
         (folder.recipe, folder.recipe.is_file(), "the resolved recipe"),
@@ -127,10 +127,10 @@ def read_run(path: Path) -> RunRecord:
     return RunRecord(folder, text, recipe, **by_kind, exports=exports, **contents, absent=absent, foreign=others)
 
 
-def _difference(folder: RunFolder, judged: Record) -> str | None:
-    """How what was judged differs from the run's export or target; None if it does not."""
+def _difference(folder: RunFolder, judged: Record, exported: str | None) -> str | None:
+    """How what was judged differs from the run's export or target; None if it does not. exported: the export's digest;
+    None if there is no export."""
     target = _read_json(folder.inputs, InputDigests).get("model.target", judged["target_digest"])
-    exported = draft_digest(folder.export) if (folder.export / "config.json").is_file() else None
     known = {"draft": exported, "target": target}
     others = [f"the {name} {judged[name]}" for name, digest in known.items() if judged[f"{name}_digest"] != digest]
     return (
