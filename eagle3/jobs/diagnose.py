@@ -83,7 +83,10 @@ def diagnose_draft(
     fix."""
     exported, config = read_exported(folder), known.config
     if len(prompts.as_given) < 2:
-        raise UserError(f"{prompts.key}: one prompt shows no interval; give 16, for example")
+        raise UserError(
+            f"{prompts.key}: there is one prompt, which shows no interval; give 16, with --prompts or by holding more "
+            "samples out"
+        )
     if len(prompts.as_given) < FEW:
         console.warn(
             f"{prompts.key}: {len(prompts.as_given)} prompts make wide intervals, in which faults can hide; give 16"

@@ -116,6 +116,7 @@ class Watchdog(AbstractContextManager):
         asleep_seconds: float = ASLEEP_SECONDS,
     ) -> None:
         self.rank, self.world, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
+        self.launcher = Launcher()
         self.hang_seconds, self.report = hang_seconds, report
         self.silent_seconds, self.asleep_seconds = silent_seconds, asleep_seconds
         self.main, self.place, self.since = threading.get_ident(), "starting", time.monotonic()
@@ -205,7 +206,7 @@ class Watchdog(AbstractContextManager):
         return [0, *(rank for rank in beside if rank != self.rank and self._heard_of(rank).node == self.node)]
 
     def _run(self) -> None:
-        sound, launcher = True, Launcher()
+        sound = True
         while not self.ended.wait(BEAT_SECONDS):
             verdict = None
             try:
@@ -215,7 +216,7 @@ class Watchdog(AbstractContextManager):
                     Console(speaks=True).warn(f"the watchdog of rank {self.rank} failed once and continues: {error!r}")
                 sound = False
             self.exchanges += 1
-            self.orphaned += launcher.is_gone()
+            self.orphaned += self.launcher.is_gone()
             if self.orphaned in (ORPHANED_BEATS, ORPHANED_BEATS + STOP_BEATS):
                 self._stop()
             if verdict and not self.ended.is_set():
@@ -243,11 +244,13 @@ class Watchdog(AbstractContextManager):
         except dist.DistError:
             return self._without_store()
 
-    def _without_store(self) -> Verdict:
-        """The verdict after the store is gone. The store was in the first rank's process, or else in the launcher's."""
+    def _without_store(self) -> Verdict | None:
+        """The verdict after the store is gone. The store was in the first rank's process, or else in the launcher's; a
+        rank that has lost its own launcher stops by itself."""
         time.sleep(BEAT_SECONDS)  # the store closes shortly before its process ends
         if self.rank == 0 or (self._first.node == self.node and _lives(self._first.pid)):
-            return Verdict("the launcher that keeps the job's store has ended", first_gone=True)
+            lost = Verdict("the launcher that keeps the job's store has ended", first_gone=True)
+            return None if self.launcher.is_gone() else lost
         return self._first_gone("has ended,")
 
     def _first_gone(self, event: str) -> Verdict:

@@ -1,5 +1,6 @@
 """Checks the files that a recipe reads, before any import that takes seconds."""
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -174,12 +175,12 @@ def _require_target(model: Model) -> None:
     folder = Path(model.target)
     if model.target != "demo":
         require_target_folder(model.target)
+    size, layers = _sizes_of(model)  # refuses a draft, which has no tokenizer
     if model.target != "demo" and folder.is_dir():
         if not (folder / "config.json").is_file():
             raise SharedUserError(
                 f"target '{folder}': no config.json in this folder; copy it from where the weights come from"
             )
-        _sizes_of(model)  # refuses a draft, which has no tokenizer
         if not any(
             any(folder.glob(pattern)) for pattern in TOKENIZER_FILES
         ):  # transformers would create a tokenizer without tokens
@@ -187,7 +188,6 @@ def _require_target(model: Model) -> None:
                 f"target '{folder}': no tokenizer in this folder (tokenizer.json, for example); copy it from where the "
                 "weights come from"
             )
-    size, layers = _sizes_of(model)
     if size and not (model.draft.vocabulary or model.draft.init_from):
         drafted_tokens(model.draft.vocab_size, size)
     if layers:
@@ -199,8 +199,8 @@ def _sizes_of(model: Model) -> tuple[int | None, int | None]:
     usual place."""
     if model.target == "demo":
         return model.demo.vocab_size, model.demo.layers
-    with suppress(OSError, ValueError, AttributeError):
-        values = parse_json(Path(model.target, "config.json").read_text(encoding="utf-8"))
+    with suppress(FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError, AttributeError):
+        values = parse_json(Path(model.target, "config.json").read_bytes())
         require_no_draft(model.target, values)
         values = values.get("text_config", values)
         sizes = (values.get(name) for name in ("vocab_size", "num_hidden_layers"))

@@ -307,6 +307,8 @@ def test_a_draft_given_as_target_is_called_a_draft(recipe, topology, tmp_path):
     message = complaint(recipe, topology, f"model.target={draft}")
     assert message.startswith(f"target '{draft}': is a draft, not a target; name")
     with pytest.raises(UserError, match="is a draft, not a target"):
+        require_inputs(load_recipe(recipe, [f"model.target={draft}"]))
+    with pytest.raises(UserError, match="is a draft, not a target"):
         target_config(draft)
 
 
