@@ -120,7 +120,7 @@ def _demo(ground: Ground, number: signal.Signals) -> Verdict:
 
     def states() -> list[Path]:
         kept = folder.glob("cache/.demo-target-*/*")
-        return [path for path in kept if path.name not in ("new", "owner.lock") and path.suffix != ".partial"]
+        return [path for path in kept if path.name not in ("new", "owner.lock") and path.name[0] != "."]  # whole
 
     saved = ground.launchers.wait_until(lambda: bool(states()), [process], SAVED_WITHIN)
     os.kill(process.pid, number)
