@@ -119,8 +119,9 @@ def _demo(ground: Ground, number: signal.Signals) -> Verdict:
     process = ground.launchers.start("launchers/prepare.py", *_words(folder))
 
     def states() -> list[Path]:
+        """Those that are written whole: until then their names begin with a dot."""
         kept = folder.glob("cache/.demo-target-*/*")
-        return [path for path in kept if path.name not in ("new", "owner.lock") and path.name[0] != "."]  # whole
+        return [path for path in kept if path.name not in ("new", "owner.lock") and path.name[0] != "."]
 
     saved = ground.launchers.wait_until(lambda: bool(states()), [process], SAVED_WITHIN)
     os.kill(process.pid, number)

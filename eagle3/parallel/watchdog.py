@@ -247,7 +247,8 @@ class Watchdog(AbstractContextManager):
     def _without_store(self) -> Verdict | None:
         """The verdict after the store is gone. The store was in the first rank's process, or else in the launcher's; a
         rank that has lost its own launcher stops by itself."""
-        time.sleep(BEAT_SECONDS)  # the store closes shortly before its process ends
+        # The store closes shortly before its process ends. Without it and a launcher, beats keep their pace.
+        time.sleep(0.0 if self.orphaned else BEAT_SECONDS)
         if self.rank == 0 or (self._first.node == self.node and _lives(self._first.pid)):
             lost = Verdict("the launcher that keeps the job's store has ended", first_gone=True)
             return None if self.launcher.is_gone() else lost

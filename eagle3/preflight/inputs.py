@@ -196,13 +196,12 @@ def _require_target(model: Model) -> None:
 
 def _sizes_of(model: Model) -> tuple[int | None, int | None]:
     """The target's vocabulary size and number of layers. A number is None unless a local config.json has it in the
-    usual place."""
+    usual place. Raises UserError if the target is a draft."""
     if model.target == "demo":
         return model.demo.vocab_size, model.demo.layers
     with suppress(FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError, AttributeError):
         values = parse_json(Path(model.target, "config.json").read_bytes())
         require_no_draft(model.target, values)
         values = values.get("text_config", values)
-        sizes = (values.get(name) for name in ("vocab_size", "num_hidden_layers"))
-        return tuple(size if type(size) is int else None for size in sizes)
+        return tuple(x if type(x) is int else None for x in map(values.get, ("vocab_size", "num_hidden_layers")))
     return None, None

@@ -113,9 +113,10 @@ def read_run(path: Path) -> RunRecord:
     contents = {name: _read_json(file, kind) for name, (file, kind, _) in files.items()}
     if contents["draft"]:
         read_draft_config(folder.export / "config.json")  # refuses what is no draft's
-    foreign, exported = {}, draft_digest(folder.export) if contents["draft"] else None
-    for name in ("evaluation", "by_context"):
-        if contents[name] and (difference := _difference(folder, contents[name], exported)):
+    judged = [name for name in ("evaluation", "by_context") if contents[name]]
+    foreign, exported = {}, draft_digest(folder.export) if judged and contents["draft"] else None
+    for name in judged:
+        if difference := _difference(folder, contents[name], exported):
             contents[name], foreign[name] = {}, difference
     there = [
         (folder.recipe, folder.recipe.is_file(), "the resolved recipe"),

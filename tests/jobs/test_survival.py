@@ -67,22 +67,28 @@ def test_a_signal_to_one_rank_stops_all_after_a_checkpoint(tmp_path, recipe):
     require_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_ranks_whose_launcher_is_killed_write_a_checkpoint_and_end(tmp_path, recipe):
-    """The `deepspeed` command itself, above the process that starts the ranks."""
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_ranks_whose_launcher_is_killed_write_a_checkpoint_and_end(tmp_path, recipe, launcher):
+    """The `deepspeed` command itself, above the process that starts the rank; or `torchrun`, which keeps the store of
+    its two ranks."""
     run = tmp_path / "orphaned"
+    command = deepspeed(1) if launcher == "deepspeed" else ("torchrun", "--standalone", "--nproc_per_node", "2")
     endless = ("training.max_steps=100000", "training.checkpoint_every=50000", f"output.dir={run}")
-    process = launch(*deepspeed(1), "launchers/train.py", "--recipe", recipe, *endless)
+    process = launch(*command, "launchers/train.py", "--recipe", recipe, *endless)
     while not (run / "metrics.jsonl").exists() or not metrics(run):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.1)
     below = psutil.Process(process.pid).children(recursive=True)
     process.kill()
-    _, alive = psutil.wait_procs(below, timeout=240)
-    for each in alive:
-        each.kill()
+    try:
+        output, _ = process.communicate(timeout=240)  # until the ranks have ended, which a full pipe would stop
+    finally:
+        _, alive = psutil.wait_procs(below, timeout=240)
+        for each in alive:
+            each.kill()
     assert len(below) == 2 and not alive
     steps = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*")]
-    assert max(steps) == metrics(run)[-1]["step"] and "and continue with --resume" in process.communicate()[0]
+    assert max(steps) == metrics(run)[-1]["step"] and "and continue with --resume" in output
 
 
 @pytest.mark.slow
