@@ -14,12 +14,21 @@ CONNECT_SECONDS = 5.0
 DRAFT_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 
 
-def require_target_folder(name: str) -> None:
-    """Raises UserError if the name is the path of a missing folder, or of a file."""
+def require_folder(
+    name: str,
+    kind: str = "target",
+    slashes: tuple[int, ...] = (0, 1),
+    remedy: str = "name a checkpoint's folder or a hub id in model.target",
+) -> None:
+    """Raises UserError if the name is the path of a missing folder, or of a file.
+
+    kind: what is named, for the message.
+    slashes: how many a hub id of this kind may have; a name with another number is a path.
+    """
     if Path(name).is_file():
-        raise UserError(f"target {name!r}: is a file; name its folder, or a hub id, in model.target")
-    if (_is_path(name) or name.count("/") > 1) and not Path(name).is_dir():
-        raise UserError(f"target {name!r}: no such folder; name a checkpoint's folder or a hub id in model.target")
+        raise UserError(f"{kind} {name!r}: is a file; {remedy}")
+    if (name.startswith(("/", ".", "~")) or name.count("/") not in slashes) and not Path(name).is_dir():
+        raise UserError(f"{kind} {name!r}: no such folder; {remedy}")
 
 
 def require_no_draft(name: str, values: dict) -> None:
@@ -29,18 +38,6 @@ def require_no_draft(name: str, values: dict) -> None:
             f"target {name!r}: is a draft, not a target; name the model that it drafts for in model.target, and the "
             "draft in model.draft.init_from to train it further, or with --draft to judge it"
         )
-
-
-def require_draft_folder(name: str) -> None:
-    """Like `require_target_folder`, for a draft, whose hub id always has an owner."""
-    if Path(name).is_file():
-        raise UserError(f"draft {name!r}: is a file; name its folder, or a hub id")
-    if (_is_path(name) or name.count("/") != 1) and not Path(name).is_dir():
-        raise UserError(f"draft {name!r}: no such folder; train first, or name a draft's folder or hub id with --draft")
-
-
-def _is_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~"))
 
 
 def draft_folder(name: str) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import Console, is_first_rank, waiting
 from eagle3.errors import UserError, run_command
-from eagle3.hub import draft_folder, require_draft_folder
+from eagle3.hub import draft_folder, require_folder
 from eagle3.planning.gpus import DEFAULT_GPU, GPUS, gpu_named
 from eagle3.preflight.inputs import require_export, require_inputs, require_prompts_file, require_weights
 from eagle3.preflight.result_file import require_result_place, write_result
@@ -125,7 +125,7 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: str, out: Path) ->
             f"(evaluation.draft_tokens) after the first; set it to {evaluation.draft_tokens + 2} or more, better 64"
         )
     require_result_place(out)
-    require_draft_folder(draft)
+    require_folder(draft, "draft", slashes=(1,), remedy="train first, or name a draft's folder or hub id with --draft")
     if Path(draft).is_dir():
         require_export(Path(draft))
     require_inputs(recipe)

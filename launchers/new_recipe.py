@@ -8,7 +8,7 @@ from eagle3.command_line import Parser, slow_imports
 from eagle3.console import Console, tell, waiting
 from eagle3.durable import write_text, writing
 from eagle3.errors import UserError, run_command
-from eagle3.hub import require_target_folder
+from eagle3.hub import require_folder
 from eagle3.recipe.loading import apply_override, checked_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.targets.sglang.installed import INSTALL, TESTED, is_installed
@@ -48,7 +48,7 @@ def write_new(options: argparse.Namespace) -> None:
         raise UserError(f"{out}: already exists; name another file with --out, or --refresh it")
     if not out.parent.is_dir():
         raise UserError(f"{out}: there is no folder {out.parent}; create it, or name another file with --out")
-    require_target_folder(options.target)
+    require_folder(options.target)
     with slow_imports(options.quiet):
         from eagle3.jobs.new_recipe import model_size, new_recipe_text
         from eagle3.targets.checkpoint import tokenizer_code

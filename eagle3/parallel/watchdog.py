@@ -328,14 +328,18 @@ class Watchdog(AbstractContextManager):
         if self.orphaned > ORPHANED_BEATS:
             os._exit(1)
         if self.local_rank == 0:
-            self.report("what started this job's ranks (deepspeed, torchrun or Slurm) has ended, so they stop")
+            self._report("what started this job's ranks (deepspeed, torchrun or Slurm) has ended, so they stop")
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _end(self, verdict: Verdict) -> None:
         if self.rank == 0 or (verdict.first_gone and self.local_rank < 2):
-            self.report(verdict.text)
+            self._report(verdict.text)
         time.sleep(GRACE_SECONDS)
         os._exit(1)
+
+    def _report(self, text: str) -> None:
+        """Reports in a thread of its own: if the output is a full pipe that nobody reads, this rank still ends."""
+        threading.Thread(target=self.report, args=(text,), daemon=True).start()
 
 
 def _doing(beat: Beat) -> str:

@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.durable import require_access
 from eagle3.errors import SharedUserError, UserError, shown
-from eagle3.hub import require_no_draft, require_target_folder
+from eagle3.hub import require_folder, require_no_draft
 from eagle3.parsing import parse_json
 from eagle3.recipe.schema import Model, Recipe
 from eagle3.recipe.section import paths_in
@@ -174,7 +174,7 @@ def require_prompts_file(file: Path, value: str | None = None) -> None:
 def _require_target(model: Model) -> None:
     folder = Path(model.target)
     if model.target != "demo":
-        require_target_folder(model.target)
+        require_folder(model.target)
     size, layers = _sizes_of(model)  # refuses a draft, which has no tokenizer
     if model.target != "demo" and folder.is_dir():
         if not (folder / "config.json").is_file():

@@ -29,7 +29,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config, tok
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
 
 from eagle3.errors import UserError, shown
-from eagle3.hub import require_hub, require_no_draft, require_target_folder
+from eagle3.hub import require_folder, require_hub, require_no_draft
 from eagle3.parsing import DEEPEST, is_too_deep, parse_json
 
 PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # PyTorch's formats
@@ -325,7 +325,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 def readable(name: str, part: str, remedy: str | None = None) -> Iterator[None]:
     """Turn errors that transformers and the hub raise for an unreadable checkpoint into a one-line UserError that
     ends with `remedy`, by default the advice to name a complete checkpoint."""
-    require_target_folder(name)
+    require_folder(name)
     try:
         if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
             require_hub()

@@ -6,10 +6,11 @@ python tests/support/watchdog_worker.py CASE...
 
 import datetime
 import os
+import select
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import torch
@@ -40,6 +41,8 @@ def ranks(case: str) -> None:
         nodes = NODES[case]
         os.environ["SLURMD_NODENAME"] = f"n{nodes[rank]}"
         os.environ["LOCAL_RANK"] = str(nodes[:rank].count(nodes[rank]))
+    if case == "killed unread":
+        os.dup2(full_pipe(), sys.stdout.fileno())
     try:
         topology = begin(case, rank)
         with (
@@ -59,6 +62,17 @@ def ranks(case: str) -> None:
         say(f"(rank {rank} of {case}: {error!r})")  # for people who investigate a failure
         raise
     stop_distributed()
+
+
+def full_pipe() -> int:
+    """The end of a pipe that takes nothing more. Its other end stays open."""
+    _, end = os.pipe()
+    os.set_blocking(end, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(end, bytes(select.PIPE_BUF))
+    os.set_blocking(end, True)
+    return end
 
 
 def say(line: str) -> None:

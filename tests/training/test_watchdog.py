@@ -10,7 +10,7 @@ from tiny_run import finish, launch
 FORMING = ("never comes", "dies while the job forms", "dies before the watchdog")
 CASES = (
     *("sound", "works for long", "first works", "shared mistake", "own mistake", "hangs"),
-    *("killed", "killed elsewhere", "stopped", "asleep"),
+    *("killed unread", "killed", "killed elsewhere", "stopped", "asleep"),
     *("first killed", "first killed elsewhere", "first stopped", "first works and dies"),
     *FORMING,
 )
@@ -57,6 +57,11 @@ def test_a_rank_that_died_is_named_with_the_step_it_was_at(endings, case):
     node = "n1@.+" if case == "killed elsewhere" else ".+"
     assert re.fullmatch(rf"rank 1 \(process \d+ on {node}\) has ended, at step 0, stream 1 of 2", verdict)
     assert late == "[]" and codes[0] == codes[2] == 1
+
+
+def test_a_rank_ends_although_its_output_is_a_full_pipe_that_nobody_reads(endings):
+    verdicts, codes, late, _ = endings["killed unread"]
+    assert not verdicts and late == "[]" and codes[0] == codes[2] == 1
 
 
 @pytest.mark.parametrize("case", ["first works", "works for long"])
