@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import sys
 import time
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,11 +21,10 @@ from one_rank import document, save, start
 from one_rank_measures import batch_of, random_rows, stream_of, weights_of
 from torch import Tensor
 
-from eagle3.attention.cuda import take_installed_flash
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import run_command
-from eagle3.kernels.choice import Candidates, plain_values, settled
+from eagle3.kernels.choice import Candidates, plain_values
 from eagle3.kernels.proof import Demand
 from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan
@@ -54,8 +52,7 @@ def try_kernels(device: str, tiny: bool) -> list[dict[str, Any]]:
     for name, demand in {"tiny": TINY}.items() if tiny else DEMANDS.items():
         candidates = Candidates.of(demand, topology.device)
         timed = topology.device.type == "cuda"
-        prove = partial(candidates.prove, demand, topology.alone, topology.device, timed)
-        table = plain_values(settled(prove, [take_installed_flash(topology.device)]))
+        table = plain_values(candidates.prove(demand, topology.alone, topology.device, timed))
         results += [
             {"draft": name, "kind": kind, "within_bound": not verdict["reason"]} | verdict
             for kind, verdicts in table.items()

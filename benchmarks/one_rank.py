@@ -26,7 +26,6 @@ import torch
 from one_rank_measures import OPTIMISER_BYTES, Bench, Case
 from reporting import origin
 
-from eagle3.attention.cuda import take_installed_flash
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError, run_command
 from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
@@ -68,7 +67,6 @@ def start(device: str) -> Topology:
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device: cuda, but there is no CUDA device here; pass --device cpu --tiny to try the code")
     topology = start_distributed()
-    print(f"flash kernels: {take_installed_flash(topology.device)}")
     return topology if device == "cuda" else dataclasses.replace(topology, device=torch.device("cpu"))
 
 

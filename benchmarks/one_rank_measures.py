@@ -258,7 +258,7 @@ class Bench:
         if case.ring > 1:
             attention = objective.attention.ring
             ring = EmulatedRing(attention.group, "gather", attention.scale, kernels=attention.kernels, ranks=case.ring)
-            objective.attention = TTTAttention(Ulysses(self.topology.ulysses), ring, objective.chunk)
+            objective.attention = TTTAttention(Ulysses(self.topology.ulysses), ring, objective.attention.own)
         return objective
 
     def _kernels(self, case: Case) -> Kernels:

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from eagle3.attention.cuda import (
-    cudnn_attention,
-    cudnn_attention_backward,
     efficient_attention,
     efficient_attention_backward,
+    flash4_attention,
+    flash4_attention_backward,
     flash_attention,
     flash_attention_backward,
+    has_flash4,
     heads_at_once,
 )
 from eagle3.attention.plain import (
@@ -34,11 +35,13 @@ class Kernel(NamedTuple):
         dS = P * (grad v^T - sum(grad * out)). If a query has several blocks, `out` and `lse` are the ones *merged over
         all of them*; each block's backward is then exact on its own. A kernel reads `out` only to form that sum, and
         rounds it to q's dtype first.
+    copies_gradients: whether `backward` holds fp32 copies of the gradients of all query heads.
     """
 
     name: str
     forward: Callable[[Tensor, Tensor, Tensor, Scoring], BlockOutput]
     backward: Callable[..., BlockGradients]
+    copies_gradients: bool = False
 
 
 class BlockKernels(NamedTuple):
@@ -63,15 +66,15 @@ def block_candidates(
     device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None
 ) -> dict[str, list[Kernel]]:
     """For each kind of block, the kernels that can compute it, the usual one first. Plain matrix products come last;
-    they compute what no fused kernel does. Only the flash kernel takes bands."""
+    they compute what no fused kernel does. Only flash kernels take bands."""
     fused = device.type == "cuda" and softcap is None and dtype != torch.float64 and head_dim % 8 == 0
     fused = fused and head_dim <= 256
     usual = [CPU] if device.type == "cpu" and softcap is None else []
     masked = [EFFICIENT] if fused else usual
     half = fused and dtype != torch.float32
-    bands = [FLASH] if half else []
+    bands = [*([FLASH4] if has_flash4(device) else []), FLASH] if half else []
     return {
-        **{kind: [*bands, *([CUDNN] if half else []), *masked, PLAIN] for kind in ("full", "causal")},
+        **{kind: [*bands, *masked, PLAIN] for kind in ("full", "causal")},
         "masked": [*masked, PLAIN],
         "banded": bands,
         "windowed": bands,
@@ -90,7 +93,7 @@ def head_groups(q: Tensor, k: Tensor, kernel: Kernel) -> Iterator[tuple[slice, s
     """Splits a block's heads for its backward pass, so that what a kernel takes stays bounded however long the block
     is. Yields slices of the key/value heads and of their query heads."""
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    most = heads_at_once(len(q), len(k), group, q.shape[-1]) if kernel.name in ("flash", "cudnn") else kv_heads
+    most = heads_at_once(len(q), len(k), group, q.shape[-1]) if kernel.copies_gradients else kv_heads
     for first in range(0, kv_heads, most):
         last = min(first + most, kv_heads)
         yield slice(first, last), slice(first * group, last * group)
@@ -136,8 +139,8 @@ def _cpu_arguments(scoring: Scoring, dtype: torch.dtype) -> dict[str, Any]:
 
 
 CPU = Kernel("cpu", _cpu_attention, _cpu_attention_backward)
-FLASH = Kernel("flash", flash_attention, flash_attention_backward)
-CUDNN = Kernel("cudnn", cudnn_attention, cudnn_attention_backward)
+FLASH4 = Kernel("flash4", flash4_attention, flash4_attention_backward, copies_gradients=True)
+FLASH = Kernel("flash", flash_attention, flash_attention_backward, copies_gradients=True)
 EFFICIENT = Kernel("efficient", efficient_attention, efficient_attention_backward)
 PLAIN = Kernel("plain", plain_attention, plain_attention_backward)
 PLAIN_BLOCKS = BlockKernels(PLAIN, PLAIN, PLAIN, banded=None, windowed=None)

@@ -1,22 +1,18 @@
-"""Fused kernels for one block of attention on CUDA: torch's operators on strided views, without ever waiting for the
-device.
+"""Fused kernels for one block of attention on CUDA, on strided views, without ever waiting for the device.
 
-- flash: fp16 and bf16; `full`, `causal` and `banded`; grouped key/value heads as they are. This is torch's own
-  FlashAttention 2, or the flash-attn package's FlashAttention 3 if `take_installed_flash` finds it.
-- cudnn: cuDNN's kernels in fp16 and bf16; `full` and `causal`; used only if a recipe names it.
-- efficient: also fp32, and any mask. In fp32 its products are split TF32 on tensor cores, close to fp32 in accuracy.
+- flash4: FlashAttention 4, the package flash-attn-4, on Hopper and Blackwell GPUs; fp16 and bf16; `full`, `causal` and
+  `banded`; grouped key/value heads as they are.
+- flash: torch's own FlashAttention 2; likewise, on any GPU.
+- efficient: torch's; also fp32, and any mask. In fp32 its products are split TF32 on tensor cores, close to fp32 in
+  accuracy.
 
-Layouts, padding and the arguments that are unused without dropout follow torch's C++ sources. So far this was checked
-without a GPU (tests/attention/test_cuda_attention.py): schemas, shapes, dtypes, and the layouts against the operators'
-definitions. What the kernels themselves compute for these calls, and how fast, has not been measured yet.
+Layouts, padding and the arguments that are unused without dropout follow torch's C++ sources.
 """
 
-import contextlib
-import importlib.util
+from importlib import metadata
 from typing import Any
 
 import torch
-import torch.nn.attention
 from torch import Tensor
 
 from eagle3.attention.plain import BlockGradients, BlockOutput, Scoring
@@ -24,32 +20,78 @@ from eagle3.attention.plain import BlockGradients, BlockOutput, Scoring
 # The efficient kernel's backward reads lse in whole blocks; it reads a mask in whole vectors of at least 16 bytes.
 LSE_MULTIPLE, MASK_MULTIPLE = 32, 16
 # What one call of a backward may take for itself: q's gradient in fp32, and those of keys and values for every query
-# head. (That is what the flash kernel takes; cuDNN is assumed to take no more.)
+# head.
 BACKWARD_BYTES = 2**29
 
-_dropped = False  # whether this process has dropped the installed flash kernels
+
+def has_flash4(device: torch.device) -> bool:
+    """Whether FlashAttention 4 is installed and computes both passes on this GPU."""
+    if device.type != "cuda" or not any(metadata.distributions(name="flash-attn-4")):
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def take_installed_flash(device: torch.device) -> str:
-    """Uses the flash-attn package's FlashAttention 3 (module flash_attn_interface) for torch's operators, if it is
-    installed, loads, was not dropped, and the GPU is a Hopper. Affects the whole process. Returns which flash kernels
-    are then in use."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    if hopper and not _dropped and importlib.util.find_spec("flash_attn_interface"):
-        with contextlib.suppress(Exception):  # a broken package on one node must not leave the others waiting
-            torch.nn.attention.activate_flash_attention_impl("FA3")
-    return flash_in_use()
+@torch.library.custom_op("eagle3::flash4", mutates_args=())
+def flash4(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int | None, right: int | None
+) -> tuple[Tensor, Tensor]:
+    """out [Q, heads, d] and lse [heads, Q]. left, right: keys beside a query's own that it sees; None: all of them."""
+    from flash_attn.cute.interface import _flash_attn_fwd  # takes seconds, and is not everywhere
+
+    with torch.no_grad():
+        out, lse, *_ = _flash_attn_fwd(
+            q[None], k[None], v[None], softmax_scale=scale, causal=causal,
+            window_size_left=left, window_size_right=right, return_lse=True,
+        )  # fmt: skip
+    return out[0], lse[0]
 
 
-def drop_installed_flash() -> None:
-    """Returns to torch's own flash kernels, for good."""
-    global _dropped
-    _dropped = True
-    torch.nn.attention.restore_flash_attention_impl(_raise_warn=False)
+@flash4.register_fake
+def _empty_flash4(q: Tensor, k, v, scale, causal, left, right) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[1::-1], dtype=torch.float32)
 
 
-def flash_in_use() -> str:
-    return torch.nn.attention.current_flash_attention_impl() or "FA2"
+@torch.library.custom_op("eagle3::flash4_backward", mutates_args=())
+def flash4_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool,
+    left: int | None, right: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v; out and lse as from `flash4`, or merged over several blocks."""
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dq, dk, dv, *_ = _flash_attn_bwd(
+        q[None], k[None], v[None], out[None], grad[None], lse[None], softmax_scale=scale, causal=causal,
+        window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return dq[0], dk[0], dv[0]
+
+
+@flash4_backward.register_fake
+def _empty_flash4_gradients(grad, q, k, v, out, lse, scale, causal, left, right) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def flash4_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
+    """A kernel's `forward`, like `flash_attention`."""
+    out, lse = flash4(q, k, v, scoring.scale, *_visible_beside(scoring))
+    return BlockOutput(out, lse.t())
+
+
+def flash4_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
+) -> BlockGradients:
+    """A kernel's `backward` for blocks whose forward was `flash4_attention`."""
+    lse = lse.t().contiguous()
+    return BlockGradients(
+        *flash4_backward(grad, q, k, v, out.to(q.dtype), lse, scoring.scale, *_visible_beside(scoring))
+    )
+
+
+def _visible_beside(scoring: Scoring) -> tuple[bool, int | None, int | None]:
+    """Whether a block is causal, and how many keys a query sees to the left and to the right of its own; None: all. The
+    kernels put the last query at the last key."""
+    windowed = scoring.visibility == "banded" and scoring.window is not None
+    return scoring.visibility != "full" and not windowed, *((scoring.window - 1, 0) if windowed else (None, None))
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
@@ -81,53 +123,13 @@ def heads_at_once(queries: int, keys: int, group: int, head_dim: int) -> int:
 
 
 def _flash_arguments(q: Tensor, k: Tensor, scoring: Scoring) -> dict[str, Any]:
-    """Arguments without packed sequences or dropout. The kernels put the last query at the last key, under `is_causal`
-    as well, and count a window as the keys beside a query's own."""
-    windowed = scoring.visibility == "banded" and scoring.window is not None
-    causal = scoring.visibility != "full" and not windowed
+    """Arguments without packed sequences or dropout."""
+    causal, left, right = _visible_beside(scoring)
     return {
         **{"cum_seq_q": None, "cum_seq_k": None, "max_q": len(q), "max_k": len(k)},
         **{"dropout_p": 0.0, "is_causal": causal, "scale": scoring.scale},
-        **({"window_size_left": scoring.window - 1, "window_size_right": 0} if windowed else {}),
+        **{"window_size_left": left, "window_size_right": right},
     }
-
-
-def cudnn_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:
-    """A kernel's `forward` in fp16 or bf16 for `full` and `causal` blocks; head_dim a multiple of 8."""
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *(_heads_first(x) for x in (q, k, v)),
-        None,
-        compute_log_sumexp=True,
-        is_causal=scoring.visibility == "causal",
-        scale=scoring.scale,
-    )
-    return BlockOutput(out[0].transpose(0, 1), lse[0, :, :, 0].transpose(0, 1))
-
-
-def cudnn_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scoring: Scoring
-) -> BlockGradients:
-    """A kernel's `backward` for blocks whose forward was `cudnn_attention`."""
-    unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's seed and offset, not read
-    gradients = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-        # contiguous: torch may look up cuDNN's plan by the strides of q, k and v alone
-        *(_heads_first(x) for x in (grad.contiguous(), q, k, v, out.to(q.dtype).contiguous())),
-        lse.transpose(0, 1)[None, ..., None].contiguous(),
-        unused,
-        unused,
-        *(None, None, None),  # no bias, and no packed sequences
-        len(q),
-        len(k),
-        dropout_p=0.0,
-        is_causal=scoring.visibility == "causal",
-        scale=scoring.scale,
-    )
-    return BlockGradients(*(gradient[0].transpose(0, 1) for gradient in gradients))
-
-
-def _heads_first(x: Tensor) -> Tensor:
-    """A view of [tokens, heads, d] as [1, heads, tokens, d]."""
-    return x.transpose(0, 1)[None]
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:

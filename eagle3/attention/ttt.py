@@ -2,7 +2,7 @@
 K_1..K_k, in one softmax."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from eagle3.attention.block import BlockKernels, BlockOutput
+from eagle3.attention.own import OwnKernel, own_candidates
 from eagle3.attention.ring import Exchange, RingAttention, RingMode, SharedKeyValue
 from eagle3.attention.schedule import PrefixSchedule
 
@@ -65,7 +66,7 @@ class TTTAttention:
 
     ulysses: Ulysses
     ring: RingAttention
-    chunk: int = 1024  # queries whose own keys are merged at once
+    own: OwnKernel | None = None  # None: the usual one
 
     @classmethod
     def over(
@@ -74,11 +75,11 @@ class TTTAttention:
         ring: ProcessGroup,
         scale: float,
         mode: RingMode = "gather",
-        chunk: int = 1024,
         kernels: BlockKernels | None = None,
+        own: OwnKernel | None = None,
     ) -> "TTTAttention":
         """Builds the attention on these process groups. kernels: see RingAttention."""
-        return cls(Ulysses(ulysses), RingAttention(ring, mode, scale, kernels=kernels), chunk)
+        return cls(Ulysses(ulysses), RingAttention(ring, mode, scale, kernels=kernels), own)
 
     def start(self, prefix: KeyValue) -> Exchange:
         """Starts to share this rank's K_0, V_0, for use in all steps. Every sequence rank has the same number of
@@ -102,117 +103,38 @@ class TTTAttention:
         keys, values = zip(*own, strict=True) if own else ((), ())
         return _Attend.apply(self, schedules, shared.gradient, shared.key_value, q, *keys, *values)
 
+    def own_kernel(self, q: Tensor) -> OwnKernel:
+        return self.own or own_candidates(q.device, q.dtype)[0]
+
 
 class _Attend(torch.autograd.Function):
-    """One softmax over the prefix and own keys.
-
-    The prefix's share of the softmax is exp(lse - total). With P, the softmax over the prefix alone, the gradient of
-    the prefix's scores is P * share * (grad v^T - sum(grad * attended)). A block's backward computes just that, given
-    grad * share as the gradient and `attended` as the output.
-    """
+    """One softmax over the prefix and own keys. Own keys are one more block, and a block's backward pass is exact by
+    itself, given the output and the log-sum-exp of all blocks (see Kernel)."""
 
     @staticmethod
     def forward(ctx, attention, schedules, gradient, key_value, q, *own):
         ctx.attention, ctx.schedules, ctx.gradient = attention, schedules, gradient
-        ulysses = attention.ulysses
+        ulysses, ring = attention.ulysses, attention.ring
         queries = ulysses.to_heads(q)
-        out, lse = attention.ring(queries, key_value, schedules)
-        attended, shares = ulysses.to_tokens(out), ()
+        output = _moved(ring(queries, key_value, schedules), ulysses.to_tokens)
         if own:
-            prefix = BlockOutput(attended, ulysses.to_tokens(lse[..., None])[..., 0])
-            attended, *shares = merge_own(prefix, q, own, attention.ring.scale, attention.chunk)
-        ctx.own = len(own)
-        ctx.save_for_backward(key_value, q, queries, lse, attended, *own, *shares)
-        return attended
+            output = attention.own_kernel(q).forward(output, q, own, ring.scale)
+        ctx.save_for_backward(key_value, q, queries, *output, *own)
+        return output.out
 
     @staticmethod
     def backward(ctx, grad):
-        key_value, q, queries, lse, attended, *rest = ctx.saved_tensors
-        own, shares = rest[: ctx.own], rest[ctx.own :]
-        attention, ulysses = ctx.attention, ctx.attention.ulysses
-        d_prefix, d_own = grad, ()
-        if own:
-            d_prefix, dq, *d_own = merge_own_backward(
-                grad, attended, q, own, *shares, attention.ring.scale, attention.chunk
-            )
-        output = BlockOutput(ulysses.to_heads(attended), lse)
-        d_queries = attention.ring.backward(
-            ulysses.to_heads(d_prefix), queries, key_value, output, ctx.schedules, ctx.gradient
-        )
-        del d_prefix, output
+        key_value, q, queries, out, lse, *own = ctx.saved_tensors
+        ulysses, ring = ctx.attention.ulysses, ctx.attention.ring
+        output = BlockOutput(out, lse)
+        dq, *d_own = ctx.attention.own_kernel(q).backward(grad, output, q, own, ring.scale) if own else (None,)
+        output = _moved(output, ulysses.to_heads)
+        d_queries = ring.backward(ulysses.to_heads(grad), queries, key_value, output, ctx.schedules, ctx.gradient)
+        del output
         d_queries = ulysses.to_tokens(d_queries if ulysses.group.size() == 1 else d_queries.to(q.dtype))
-        dq = dq.add_(d_queries) if own else d_queries.to(q.dtype)
+        dq = d_queries.to(q.dtype) if dq is None else dq.add_(d_queries)
         return None, None, None, None, dq, *d_own
 
 
-class MergedOwn(NamedTuple):
-    """The prefix and own keys in one softmax."""
-
-    attended: Tensor  # [Q, heads, d]
-    total: Tensor  # [Q, heads]: log of the softmax's denominator
-    share: Tensor  # [Q, heads]: the prefix's part of the softmax
-
-
-def merge_own(prefix: BlockOutput, q: Tensor, own: Sequence[Tensor], scale: float, chunk: int) -> MergedOwn:
-    """Merges each query's own keys with its prefix; each own key adds one score and one value to its query. Works in
-    chunks of rows, whose fp32 copies are the only memory that it takes besides the results.
-
-    own: K_1..K_k, then V_1..V_k, each [Q, kv_heads, d].
-    """
-    merged = MergedOwn(torch.empty_like(q), *(torch.empty_like(prefix.lse) for _ in range(2)))
-    for rows in _chunks(q, chunk):
-        lse = prefix.lse[rows]
-        _, values, grouped, logits = _own_logits(q[rows], [x[rows] for x in own], scale, lse.dtype)
-        total = torch.cat((lse[None], logits)).logsumexp(0)
-        share = (lse - total).exp()
-        p = (logits - total).exp().unflatten(-1, grouped.shape[1:3])
-        own_part = torch.einsum("kqng,kqnd->qngd", p, values).flatten(1, 2)
-        for whole, part in zip(merged, (prefix.out[rows] * share[..., None] + own_part, total, share), strict=True):
-            whole[rows] = part
-    return merged
-
-
-def merge_own_backward(
-    grad: Tensor,
-    attended: Tensor,
-    q: Tensor,
-    own: Sequence[Tensor],
-    total: Tensor,
-    share: Tensor,
-    scale: float,
-    chunk: int,
-) -> tuple[Tensor, ...]:
-    """Returns the prefix's share of `grad`, and the gradients through own keys: of q, and of each tensor in `own`."""
-    gradients = [torch.empty_like(tensor) for tensor in (q, q, *own)]
-    for rows in _chunks(q, chunk):
-        keys, values, grouped, logits = _own_logits(q[rows], [x[rows] for x in own], scale, total.dtype)
-        upstream, p = grad[rows].to(total.dtype), (logits - total[rows]).exp()
-        split = upstream.unflatten(1, grouped.shape[1:3])
-        dots = torch.einsum("qngd,kqnd->kqng", split, values).flatten(2)
-        d_logits = scale * p * (dots - (upstream * attended[rows]).sum(-1))
-        d_logits, p = (each.unflatten(-1, grouped.shape[1:3]) for each in (d_logits, p))
-        parts = (
-            upstream * share[rows][..., None],
-            torch.einsum("kqng,kqnd->qngd", d_logits, keys).flatten(1, 2),
-            *torch.einsum("kqng,qngd->kqnd", d_logits, grouped),
-            *torch.einsum("kqng,qngd->kqnd", p, split),
-        )
-        for whole, part in zip(gradients, parts, strict=True):
-            whole[rows] = part
-        del parts
-    return tuple(gradients)
-
-
-def _chunks(q: Tensor, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, len(q), chunk)]
-
-
-def _own_logits(
-    q: Tensor, own: Sequence[Tensor], scale: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """keys, values [k, rows, kv_heads, d], q grouped [rows, kv_heads, group, d] and logits [k, rows, heads], all in
-    `dtype`."""
-    q = q.to(dtype).unflatten(1, (own[0].shape[1], -1))
-    halves = own[: len(own) // 2], own[len(own) // 2 :]
-    keys, values = (torch.stack([tensor.to(dtype) for tensor in half]) for half in halves)
-    return keys, values, q, torch.einsum("qngd,kqnd->kqng", q, keys).flatten(2) * scale
+def _moved(output: BlockOutput, move: Callable[[Tensor], Tensor]) -> BlockOutput:
+    return BlockOutput(move(output.out), move(output.lse[..., None])[..., 0])

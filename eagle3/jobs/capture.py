@@ -13,7 +13,6 @@ from typing import Any
 import torch.distributed as dist
 
 from eagle3.attention.block import BlockKernels
-from eagle3.attention.cuda import flash_in_use
 from eagle3.console import Console, Progress, Say, waiting
 from eagle3.durable import writing
 from eagle3.jobs.job import Job, start_target
@@ -204,11 +203,10 @@ def _chooser(job: Job, topology: Topology, console: Console) -> ChooseKernels:
     of a sequence."""
 
     @cache
-    def chosen(flash: str, **shape: Any) -> BlockKernels:
-        """flash: the flash kernels in use, which a choice may change; earlier choices are then made again."""
+    def chosen(**shape: Any) -> BlockKernels:
         cache_dir = job.recipe.data.cache_dir.expanduser()
         choice = choose_kernels(Demand(**shape), topology.alone, topology.device, cache_dir, among=topology.sequence)
         choice.tell(console, "long prompts: ")
         return choice.kernels.blocks
 
-    return lambda **shape: chosen(flash_in_use(), **shape)
+    return chosen

@@ -7,22 +7,19 @@ from pathlib import Path
 
 import torch
 
-from eagle3.attention.cuda import take_installed_flash
 from eagle3.draft.config import DraftConfig
-from eagle3.errors import SharedUserError, UserError
+from eagle3.errors import UserError
 from eagle3.jobs.prospect import Prospect
 from eagle3.jobs.verify import NOT_IN_BFLOAT16, read_case, read_tensors, relative_errors, run_case, tolerance
 from eagle3.kernels.choice import (
     NONE_RIGHT,
     OPTIONAL,
     Candidates,
-    Table,
     agreement,
     described,
     fastest,
     parsed,
     plain_values,
-    settled,
 )
 from eagle3.kernels.proof import Demand, raised
 from eagle3.parallel.sequence import SequenceSharding
@@ -56,19 +53,12 @@ def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Itera
         return
     timed = device.type == "cuda"
 
-    def agreed_table() -> Table:
-        answers = cluster.ask(lambda: plain_values(candidates.prove(demand, topology.alone, device, timed)), parsed)
-        if reasons := troubled(answers):
-            rank, reason = next(iter(reasons.items()))
-            raise SharedUserError(f"{cluster.named([rank])}: {reason}")
-        return agreement([*answers.values()])
-
-    try:
-        table = settled(agreed_table, cluster.gather(take_installed_flash(device)))
-    except SharedUserError as error:
-        yield Finding("kernels", "failed", str(error), "look at nvidia-smi there")
+    answers = cluster.ask(lambda: plain_values(candidates.prove(demand, topology.alone, device, timed)), parsed)
+    if reasons := troubled(answers):
+        rank, reason = next(iter(reasons.items()))
+        yield Finding("kernels", "failed", f"{cluster.named([rank])}: {reason}", "look at nvidia-smi there")
         return
-    for kind, verdicts in table.items():
+    for kind, verdicts in agreement([*answers.values()]).items():
         if not verdicts:
             continue  # blocks of this kind are cut into others
         name, right = f"kernels for {described(kind)}", [each for each in verdicts if each.right]

@@ -4,94 +4,93 @@ fastest right one is used. On a CPU the choice is fixed."""
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from eagle3.attention import block, cuda, plain
-from eagle3.attention.block import FLASH, BlockKernels, Kernel, block_candidates
+from eagle3.attention import block, cuda, own, plain
+from eagle3.attention.block import BlockKernels, block_candidates
+from eagle3.attention.own import own_candidates
 from eagle3.console import Console
 from eagle3.durable import file_digest, write_text
 from eagle3.errors import SharedUserError
 from eagle3.kernels import blocks, loss, proof
+from eagle3.kernels import own as own_proof
 from eagle3.kernels.blocks import prove_blocks
 from eagle3.kernels.loss import prove_loss
+from eagle3.kernels.own import prove_own
 from eagle3.kernels.proof import Demand, Verdict
 from eagle3.objective import distill, softmaxes
 from eagle3.objective.distill import loss_candidates
 from eagle3.objective.model import Kernels
-from eagle3.objective.softmaxes import LossKernel
 from eagle3.parallel.topology import gathered
 from eagle3.parsing import parse_json
 from eagle3.preflight.sameness import versions
 
-LOSS = "loss"
+OWN, LOSS = "own", "loss"
 OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
-# cuDNN builds a plan for each shape that it meets, forward and backward. Documents have many lengths, and timing one of
-# them does not show what plans cost.
-ONLY_PINNED = ("cudnn",)
-SOURCES = [Path(module.__file__) for module in (block, cuda, plain, distill, softmaxes, proof, blocks, loss)]
-SOURCES += [Path(distill.__file__).with_name("fused.py")]  # whose import needs Triton
+SOURCES = [
+    Path(module.__file__) for module in (block, cuda, own, plain, distill, softmaxes, proof, blocks, own_proof, loss)
+]
+# Their import needs Triton.
+SOURCES += [Path(own.__file__).with_name("fused_own.py"), Path(distill.__file__).with_name("fused.py")]
 DRIVER = Path("/proc/driver/nvidia/version")
-SETTINGS = ("NVIDIA_TF32", "TORCH_CUDNN", "CUBLAS", "TORCH_BLAS")  # environment variables that change kernels
+SETTINGS = ("NVIDIA_TF32", "CUBLAS", "TORCH_BLAS", "FLASH_ATTENTION")  # environment variables that change kernels
 
 NONE_RIGHT = "free memory of the GPU, update torch and the driver, or use another GPU"  # remedy
 
-Table = Mapping[str, Sequence[Verdict]]  # verdicts by kind of block, and `LOSS`
+Table = Mapping[str, Sequence[Verdict]]  # verdicts by kind of block, `OWN` and `LOSS`
 Names = Mapping[str, str | None]  # of the kernels that are used, likewise
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The kernels that may be used, by kind of block, and for the loss; the usual ones first."""
+    """The kernels that may be used, by kind of block, and for own keys and the loss; the usual ones first."""
 
-    blocks: Mapping[str, Sequence[Kernel]]
-    loss: Sequence[LossKernel]
+    of_kind: Mapping[str, Sequence[Any]]
 
     @classmethod
     def of(cls, demand: Demand, device: torch.device, pinned: str = "auto") -> "Candidates":
         """pinned: name of the kernel to use for all that it can compute. Raises SharedUserError if that is nothing."""
-        blocks = block_candidates(device, demand.dtype, demand.head_dim)
+        of_kind = dict(block_candidates(device, demand.dtype, demand.head_dim))
         if demand.window is None:
-            blocks["windowed"] = []
-        whole = cls(blocks, loss_candidates(device, demand.dtype) if demand.columns else [])
-        return whole._without(ONLY_PINNED) if pinned == "auto" else whole._pinned(pinned)
-
-    @property
-    def all(self) -> dict[str, Sequence[Kernel | LossKernel]]:
-        return {**self.blocks, LOSS: self.loss}
-
-    def _without(self, names: Sequence[str]) -> "Candidates":
-        blocks = {kind: [each for each in kernels if each.name not in names] for kind, kernels in self.blocks.items()}
-        return Candidates(blocks, self.loss)
+            of_kind["windowed"] = []
+        of_kind[OWN] = own_candidates(device, demand.dtype) if demand.steps > 1 else []
+        of_kind[LOSS] = loss_candidates(device, demand.dtype) if demand.columns else []
+        return cls(of_kind) if pinned == "auto" else cls(of_kind)._pinned(pinned)
 
     def _pinned(self, name: str) -> "Candidates":
-        of_name = {kind: [each for each in kernels if each.name == name] for kind, kernels in self.all.items()}
+        of_name = {kind: [each for each in kernels if each.name == name] for kind, kernels in self.of_kind.items()}
         if not any(of_name.values()):
-            known = sorted({each.name for kernels in self.blocks.values() for each in kernels} - {"cpu"})
+            known = {each.name for kind, kernels in self.of_kind.items() if kind not in (OWN, LOSS) for each in kernels}
             raise SharedUserError(
                 f"training.kernels: {name!r} does not run on this device, or not in this training.dtype, or not with "
-                f"this head_dim; set it to {', '.join(known)} or auto"
+                f"this head_dim; set it to {', '.join(sorted(known - {'cpu'}))} or auto"
             )
         # What the kernel cannot compute is left to the usual ones; bands are cut into blocks that it may compute.
-        blocks = {kind: of_name[kind] or ([] if kind in OPTIONAL else each) for kind, each in self.blocks.items()}
-        return Candidates(blocks, of_name[LOSS] or self.loss)
+        return Candidates(
+            {kind: of_name[kind] or ([] if kind in OPTIONAL else each) for kind, each in self.of_kind.items()}
+        )
 
     def kernels(self, names: Names) -> Kernels:
-        by_name = {kind: {each.name: each for each in kernels} for kind, kernels in self.all.items()}
+        by_name = {kind: {each.name: each for each in kernels} for kind, kernels in self.of_kind.items()}
         found = {kind: by_name[kind].get(name) for kind, name in names.items()}
-        loss = found.pop(LOSS)
-        return Kernels(BlockKernels(**found), loss)
+        own, loss = found.pop(OWN), found.pop(LOSS)
+        return Kernels(BlockKernels(**found), own, loss)
 
     @torch.enable_grad()
     def prove(self, demand: Demand, group: dist.ProcessGroup, device: torch.device, timed: bool) -> Table:
         """Verdicts on all of them, from this rank alone. group: of this rank alone."""
-        table = {kind: prove_blocks(kind, each, demand, device, timed) for kind, each in self.blocks.items()}
-        return table | {LOSS: prove_loss(self.loss, demand, group, device, timed)}
+        blocks = {kind: each for kind, each in self.of_kind.items() if kind not in (OWN, LOSS)}
+        return {
+            **{kind: prove_blocks(kind, each, demand, device, timed) for kind, each in blocks.items()},
+            OWN: prove_own(self.of_kind[OWN], demand, device, timed),
+            LOSS: prove_loss(self.of_kind[LOSS], demand, group, device, timed),
+        }
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,8 @@ class Choice:
 
     @property
     def names(self) -> Names:
-        return {**self.kernels.blocks.names, LOSS: self.kernels.loss and self.kernels.loss.name}
+        own, loss = self.kernels.own, self.kernels.loss
+        return {**self.kernels.blocks.names, OWN: own and own.name, LOSS: loss and loss.name}
 
     @property
     def line(self) -> str:
@@ -151,41 +151,26 @@ def choose_kernels(
     """
     candidates = Candidates.of(demand, device, pinned)
     if device.type != "cuda":
-        names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.all.items()}
+        names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.of_kind.items()}
         return Choice(candidates.kernels(names), {})
-    known = {kind: [each.name for each in kernels] for kind, kernels in candidates.all.items()}
+    known = {kind: [each.name for each in kernels] for kind, kernels in candidates.of_kind.items()}
 
     def prove() -> Table:
         return candidates.prove(demand, group, device, timed=True)
 
-    def agreed_table() -> Table:
-        file = cache and cache / "kernels" / f"{_key(demand, pinned, device)}.json"
-        table = remembered(file, known, prove) if file else prove()
-        return agreement([parsed(each) for each in gathered(plain_values(table), among)])
-
-    flash = gathered(cuda.take_installed_flash(device), among)
-    return pick(candidates, settled(agreed_table, flash), before)
-
-
-def settled(prove: Callable[[], Table], flash: Collection[str]) -> Table:
-    """What `prove` gives. If the flash kernels in use are wrong and not torch's own, those take their place, and the
-    table has the verdicts on both.
-
-    prove: gives the same table on every rank.
-    flash: the flash kernels in use on each rank (see take_installed_flash).
-    """
-    table, installed = prove(), sorted({*flash} - {"FA2"})
-    wrong = {kind: [each for each in of if each.kernel == FLASH.name and not each.right] for kind, of in table.items()}
-    if not installed or not any(wrong.values()):
-        return table
-    cuda.drop_installed_flash()
-    name = f"{FLASH.name} ({', '.join(installed)})"
-    return {kind: [*of, *(replace(each, kernel=name) for each in wrong[kind])] for kind, of in prove().items()}
+    file = cache and cache / "kernels" / f"{_key(demand, pinned, device)}.json"
+    table = remembered(file, known, prove) if file else prove()
+    return pick(candidates, agreement([parsed(each) for each in gathered(plain_values(table), among)]), before)
 
 
 def agreement(tables: Sequence[Table]) -> Table:
-    """One table from those of all ranks: a kernel is as wrong, and as slow, as on the worst rank."""
-    return {kind: [_worst(each) for each in zip(*(table[kind] for table in tables), strict=True)] for kind in tables[0]}
+    """One table from those of all ranks, of the kernels that all of them have. A kernel is as wrong, and as slow, as on
+    the worst rank."""
+    by_name = {
+        kind: [[each for table in tables for each in table[kind] if each.kernel == of.kernel] for of in verdicts]
+        for kind, verdicts in tables[0].items()
+    }
+    return {kind: [_worst(each) for each in of if len(each) == len(tables)] for kind, of in by_name.items()}
 
 
 def _worst(verdicts: Sequence[Verdict]) -> Verdict:
@@ -226,7 +211,7 @@ def changes(before: Names, now: Names) -> str:
 
 
 def described(kind: str) -> str:
-    return "the loss" if kind == LOSS else f"{kind} blocks of attention"
+    return {LOSS: "the loss", OWN: "own keys"}.get(kind, f"{kind} blocks of attention")
 
 
 def plain_values(table: Table) -> dict[str, list[dict[str, Any]]]:
@@ -266,8 +251,8 @@ def _key(demand: Demand, pinned: str, device: torch.device) -> str:
         "pinned": pinned,
         "gpu": str(torch.cuda.get_device_properties(device)),
         "driver": DRIVER.read_text(encoding="utf-8", errors="replace") if DRIVER.exists() else "",
-        "versions": versions(("torch", "triton", "flash-attn", "flash-attn-3")),
-        "libraries": [torch.version.cuda, torch.backends.cudnn.version(), cuda.flash_in_use()],
+        "versions": versions(("torch", "triton", "flash-attn-4")),
+        "cuda": torch.version.cuda,
         "settings": [
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),

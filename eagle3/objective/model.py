@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from eagle3.attention.block import BlockKernels
+from eagle3.attention.own import OwnKernel
 from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
@@ -96,6 +97,7 @@ class Kernels:
     """What computes attention and loss; None: whatever is usual on the device."""
 
     blocks: BlockKernels | None = None
+    own: OwnKernel | None = None
     loss: LossKernel | None = None
 
 
@@ -118,7 +120,7 @@ class DraftObjective(nn.Module):
         self.loss_blocks = LossBlocks(memory.block_bytes, kernels.loss)
         self.chunk = chunk_tokens(draft.draft_config, self.tensor.size(), draft.fc.weight.dtype, memory.block_bytes)
         self.attention = TTTAttention.over(
-            topology.ulysses, topology.ring, draft.scale, ring_mode, self.chunk, kernels.blocks
+            topology.ulysses, topology.ring, draft.scale, ring_mode, kernels.blocks, kernels.own
         )
 
     def forward(self, batch: MicroBatch, weights: StepWeights) -> Distilled:

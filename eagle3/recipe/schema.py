@@ -359,7 +359,7 @@ class Training(Section):
         description="divide each TTT step's loss by its counted positions, or by all tokens of the global batch",
     )
     dtype: Precision = Field("float32", description="dtype of the draft; bfloat16 keeps fp32 masters in the optimiser")
-    kernels: Literal["auto", "flash", "cudnn", "efficient", "plain"] = Field(
+    kernels: Literal["auto", "flash4", "flash", "efficient", "plain"] = Field(
         "auto", description="on CUDA, the kernel of attention (plain: of the loss, too); auto: the fastest right one"
     )
     global_batch_size: Count = Field(16, description="samples per optimiser step")

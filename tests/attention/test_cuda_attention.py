@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from cuda_operators import (
-    CUDNN,
-    CUDNN_BACKWARD,
     EFFICIENT,
     EFFICIENT_BACKWARD,
     FLASH,
+    FLASH4,
+    FLASH4_BACKWARD,
     FLASH_BACKWARD,
     ByDefinition,
     aten,
@@ -74,7 +74,11 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if not func.is_view and func.namespace == "aten" and getattr(result, "device", None) != torch.device("meta"):
+        if (
+            not func.is_view
+            and func.namespace in ("aten", "eagle3")
+            and getattr(result, "device", None) != torch.device("meta")
+        ):
             self.operators.append(func)
             self.arguments[func] = by_name(func, args, kwargs)
         return result
@@ -163,13 +167,13 @@ def test_flash_reads_rows_of_longer_tensors_in_place(visibility):
 
 
 @pytest.mark.parametrize("visibility", ["full", "causal"])
-def test_cudnn_reads_views_of_rows_and_gets_the_log_sum_exp_in_its_own_shape(visibility):
-    (q, k, v), (out, lse), gradients, forward, calls = _recorded(blocks.CUDNN, visibility)
-    assert forward.operators == [CUDNN] and out.shape == q.shape and lse.shape == (64, 6)
-    assert CUDNN_BACKWARD in calls.operators and [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
-    arguments = calls.arguments[CUDNN_BACKWARD]
-    assert arguments["query"].shape == (1, 6, 64, 16) and arguments["logsumexp"].shape == (1, 6, 64, 1)
-    assert arguments["logsumexp"].is_contiguous() and arguments["is_causal"] == (visibility == "causal")
+def test_flash_4_has_one_operator_each_way_and_the_shapes_of_its_inputs(visibility):
+    (q, k, v), (out, lse), gradients, forward, calls = _recorded(blocks.FLASH4, visibility)
+    assert forward.operators == [FLASH4] and out.shape == q.shape and lse.shape == (64, 6)
+    assert FLASH4_BACKWARD in calls.operators and [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+    arguments = calls.arguments[FLASH4_BACKWARD]
+    assert arguments["lse"].shape == (6, 64) and arguments["lse"].is_contiguous()
+    assert arguments["causal"] == (visibility == "causal")
 
 
 @every_shape
@@ -203,7 +207,7 @@ def test_the_efficient_kernel_gets_the_layouts_that_it_takes_for_granted(visibil
     ("kernel", "visibility", "queries", "keys"),
     [
         (kernel, *shape)
-        for kernel in ("flash", "cudnn", "efficient")
+        for kernel in ("flash", "flash4", "efficient")
         for shape in SHAPES
         if kernel == "efficient" or shape[0] != "masked"
     ],
@@ -228,8 +232,9 @@ def test_the_kernels_calls_mean_the_block_that_plain_products_compute(
 
 
 @every_grouping
+@pytest.mark.parametrize("flash", [blocks.FLASH, blocks.FLASH4], ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize(("queries", "keys", "window"), [(7, 20, 14), (7, 7, 3), (9, 12, 30)])
-def test_flashs_call_for_a_band_means_the_mask_of_its_window(heads, kv_heads, dim, queries, keys, window):
+def test_flashs_call_for_a_band_means_the_mask_of_its_window(heads, kv_heads, dim, queries, keys, window, flash):
     """Query i of n has key i + (S - n) as its own key."""
     torch.manual_seed(queries + keys)
     q, grad, k, v, _ = _inputs("full", queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
@@ -239,14 +244,10 @@ def test_flashs_call_for_a_band_means_the_mask_of_its_window(heads, kv_heads, di
     merged = expected.out * 0.8 + 0.1, expected.lse + 0.3
     expected_gradients = plain_attention_backward(grad, q, k, v, *merged, masked)
     with ByDefinition():
-        actual = cuda.flash_attention(q, k, v, Scoring(SCALE, "banded", window=window))
-        gradients = cuda.flash_attention_backward(grad, q, k, v, *merged, Scoring(SCALE, "banded", window=window))
+        actual = flash.forward(q, k, v, Scoring(SCALE, "banded", window=window))
+        gradients = flash.backward(grad, q, k, v, *merged, Scoring(SCALE, "banded", window=window))
     for part, exact in zip((*actual, *gradients), (*expected, *expected_gradients), strict=True):
         assert part.shape == exact.shape and torch.allclose(part, exact, rtol=1e-12, atol=1e-12)
-
-
-def test_without_a_hopper_gpu_torchs_own_flash_kernels_stay(topology):
-    assert cuda.take_installed_flash(topology.device) == "FA2"
 
 
 @pytest.mark.parametrize(("window", "causal", "left"), [(None, True, None), (5, False, 4)])

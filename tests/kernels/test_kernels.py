@@ -4,22 +4,24 @@ import json
 import os
 import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 from cuda_operators import ByDefinition
 from places import SUPPORT
-from planted_kernels import ATTENTION_FAULTS, DEMAND, LOSS_FAULTS, slow
+from planted_kernels import ATTENTION_FAULTS, DEMAND, LOSS_FAULTS, OWN_FAULTS, slow
 from tiny_run import finish, launch
 
-from eagle3.attention import block, cuda
+from eagle3.attention import block
 from eagle3.attention.block import block_candidates
+from eagle3.attention.fused_own import FUSED_OWN
+from eagle3.attention.own import PLAIN_OWN
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.kernels.blocks import prove_blocks
 from eagle3.kernels.choice import (
     LOSS,
+    OWN,
     Candidates,
     agreement,
     changes,
@@ -28,9 +30,9 @@ from eagle3.kernels.choice import (
     pick,
     plain_values,
     remembered,
-    settled,
 )
 from eagle3.kernels.loss import prove_loss
+from eagle3.kernels.own import prove_own
 from eagle3.kernels.proof import Demand, Verdict
 from eagle3.objective.fused import FUSED
 from eagle3.objective.softmaxes import PLAIN
@@ -73,7 +75,33 @@ def test_the_losss_plain_kernel_is_right(topology, dtype):
     assert verdict.right and 0 < verdict.error <= 1, verdict
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off, see conftest.py")
+@every_dtype
+def test_the_plain_kernel_of_own_keys_is_right(dtype):
+    (verdict,) = prove_own([PLAIN_OWN], replace(DEMAND, dtype=dtype), CPU, timed=False)
+    assert verdict.right and 0 < verdict.error <= 1, verdict
+
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off, see conftest.py"
+)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "steps"), [(6, 2, 16, 3), (5, 1, 24, 8), (3, 3, 8, 2)])
+def test_the_triton_kernel_of_own_keys_is_right(dtype, heads, kv_heads, head_dim, steps):
+    demand = replace(DEMAND, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, steps=steps)
+    (verdict,) = prove_own([FUSED_OWN], demand, CPU, timed=False)
+    assert verdict.right and 0 < verdict.error <= 1, verdict
+
+
+@pytest.mark.parametrize(("fault", "reason"), OWN_FAULTS, ids=lambda value: getattr(value, "name", ""))
+def test_a_wrong_kernel_of_own_keys_is_found_out_and_said_what_of(fault, reason):
+    (verdict,) = prove_own([fault], DEMAND, CPU, timed=False)
+    assert not verdict.right and reason in verdict.reason
+
+
+@interpreted
 def test_the_losss_triton_kernel_is_right(topology):
     (verdict,) = prove_loss([FUSED], DEMAND, topology.alone, CPU, timed=False)
     assert verdict.right and 0 < verdict.error <= 1, verdict
@@ -85,13 +113,13 @@ def test_a_wrong_kernel_of_the_loss_is_found_out_and_said_what_of(topology, faul
     assert not verdict.right and reason in verdict.reason
 
 
-def candidates(*attention, loss=(PLAIN,)) -> Candidates:
-    return Candidates({**dict.fromkeys(KINDS, attention), "banded": [], "windowed": []}, loss)
+def candidates(*attention, own=(PLAIN_OWN,), loss=(PLAIN,)) -> Candidates:
+    return Candidates({**dict.fromkeys(KINDS, attention), "banded": [], "windowed": [], OWN: own, LOSS: loss})
 
 
 @pytest.fixture
 def small_timing(monkeypatch):
-    for room in ("blocks", "loss"):
+    for room in ("blocks", "own", "loss"):
         monkeypatch.setattr(f"eagle3.kernels.{room}.TIMED_ROWS", 32)
 
 
@@ -99,9 +127,9 @@ def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, 
     wrong, _ = ATTENTION_FAULTS[0]
     of = candidates(slow(block.CPU), wrong, block.PLAIN)
     choice = pick(of, of.prove(DEMAND, topology.alone, CPU, timed=True))
-    assert choice.names == {**dict.fromkeys(KINDS, "plain"), "banded": None, "windowed": None, LOSS: "plain"}
+    assert choice.names == {**dict.fromkeys((*KINDS, OWN, LOSS), "plain"), "banded": None, "windowed": None}
     assert choice.kernels.blocks.causal is block.PLAIN and choice.kernels.loss is PLAIN
-    assert choice.line == "attention: plain (full, causal, masked); loss: plain"
+    assert choice.line == "attention: plain (full, causal, masked, own); loss: plain"
     assert [warning.split(":")[0] for warning in choice.warnings] == [
         f"kernel {wrong.name} is not used for {kind} blocks of attention" for kind in KINDS
     ]
@@ -111,7 +139,7 @@ def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, 
 def test_a_resumed_job_keeps_a_kernel_that_is_still_right_and_says_what_has_changed(topology, small_timing):
     of = candidates(slow(block.CPU), block.PLAIN)
     table = of.prove(DEMAND, topology.alone, CPU, timed=True)
-    before = dict.fromkeys(KINDS, "slow") | {"banded": None, "windowed": None, LOSS: "fused"}
+    before = dict.fromkeys(KINDS, "slow") | {"banded": None, "windowed": None, OWN: "plain", LOSS: "fused"}
     kept = pick(of, table, before).names
     assert kept == before | {LOSS: "plain"}
     assert changes(before, kept) == "the loss: fused, now plain"
@@ -127,29 +155,10 @@ def test_without_a_right_kernel_there_is_no_job(topology):
         pick(of, of.prove(DEMAND, topology.alone, CPU, timed=False))
 
 
-def test_installed_flash_kernels_that_are_wrong_give_way_to_torchs_own(topology, monkeypatch):
-    """A faulty package, in torch's own register of such packages."""
-    fault, _ = ATTENTION_FAULTS[0]
-
-    def forward(*arguments):
-        return (block.CPU if cuda.flash_in_use() == "FA2" else fault).forward(*arguments)
-
-    of = candidates(block.Kernel("flash", forward, block.CPU.backward), block.PLAIN)
-    monkeypatch.setattr(cuda, "_dropped", False)
-    torch.nn.attention.register_flash_attention_impl("faulty", register_fn=lambda: SimpleNamespace(remove=lambda: None))
-    torch.nn.attention.activate_flash_attention_impl("faulty")
-    table = settled(lambda: of.prove(DEMAND, topology.alone, CPU, timed=False), [cuda.flash_in_use()])
-    choice = pick(of, table)
-    assert cuda.flash_in_use() == "FA2" and choice.names["full"] == "flash"
-    assert [warning.split(":")[0] for warning in choice.warnings] == [
-        f"kernel flash (faulty) is not used for {kind} blocks of attention" for kind in KINDS
-    ]
-
-
 def test_a_target_without_a_loss_gets_kernels_for_its_attention_alone(topology, small_timing):
     demand = replace(DEMAND, steps=0, hidden=0, columns=0)
     assert choose_kernels(demand, topology.alone, CPU).kernels.loss is None
-    of = candidates(block.CPU, block.PLAIN, loss=())
+    of = candidates(block.CPU, block.PLAIN, own=(), loss=())
     with torch.no_grad():  # as a prefill runs
         choice = pick(of, of.prove(demand, topology.alone, CPU, timed=True))
     assert choice.table[LOSS] == [] and choice.kernels.loss is None and "loss" not in choice.line
@@ -162,7 +171,7 @@ def test_what_is_wrong_on_one_rank_is_used_on_none():
     assert len(reports) == 2
     for report in reports:
         said = json.loads(report)
-        assert said["names"] == {**dict.fromkeys(KINDS, "plain"), "banded": None, "windowed": None, LOSS: "plain"}
+        assert said["names"] == {**dict.fromkeys((*KINDS, OWN, LOSS), "plain"), "banded": None, "windowed": None}
         assert all("on rank 1 (wrong on 1 of 2)" in warning for warning in said["warnings"])
         assert len(said["warnings"]) == len(KINDS)
 
@@ -172,6 +181,8 @@ def test_of_ranks_that_agree_the_slowest_one_counts():
     assert [verdict.seconds for verdict in agreement(tables)["full"]] == [3.0, 2.0]
     broken = [tables[0], {"full": [Verdict("a", float("inf"), "raised"), Verdict("b", 0.2, "", 2.0)]}]
     assert not agreement(broken)["full"][0].right
+    lacking = [tables[0], {"full": tables[1]["full"][1:]}]  # a rank without the package
+    assert [verdict.kernel for verdict in agreement(lacking)["full"]] == ["b"]
     assert parsed(plain_values(tables[0])) == tables[0]
 
 
@@ -199,7 +210,7 @@ def test_an_error_that_may_not_happen_again_is_not_remembered(tmp_path, topology
         proofs.append(1)
         return of.prove(DEMAND, topology.alone, CPU, timed=False)
 
-    names = {kind: [each.name for each in kernels] for kind, kernels in of.all.items()}
+    names = {kind: [each.name for each in kernels] for kind, kernels in of.of_kind.items()}
     for _ in range(2):
         assert remembered(tmp_path / "verdicts.json", names, prove)["full"][0].raised
     assert len(proofs) == 2 and not [*tmp_path.iterdir()]
@@ -219,20 +230,13 @@ def test_on_a_cpu_the_choice_is_fixed_and_a_kernel_can_be_pinned(topology, tmp_p
 
 
 def test_a_pinned_kernel_computes_what_it_can_and_the_usual_ones_the_rest():
-    demand = replace(DEMAND, dtype=torch.bfloat16)
-    blocks_of = {
-        pinned: {kind: [each.name for each in kernels] for kind, kernels in of.blocks.items()}
-        for pinned in ("cudnn", "efficient")
-        if (of := Candidates({**block_candidates(torch.device("cuda"), demand.dtype, 16)}, [PLAIN])._pinned(pinned))
-    }
-    assert blocks_of["cudnn"] == {
-        **dict.fromkeys(("full", "causal"), ["cudnn"]),
-        "masked": ["efficient", "plain"],
+    blocks = block_candidates(torch.device("cuda"), torch.bfloat16, 16)
+    of = Candidates({**blocks, OWN: [PLAIN_OWN], LOSS: [PLAIN]})._pinned("efficient")
+    assert {kind: [each.name for each in kernels] for kind, kernels in of.of_kind.items()} == {
+        **dict.fromkeys(KINDS, ["efficient"]),
         **dict.fromkeys(("banded", "windowed"), []),
+        **dict.fromkeys((OWN, LOSS), ["plain"]),
     }
-    assert blocks_of["efficient"]["masked"] == ["efficient"] and blocks_of["efficient"]["banded"] == []
-    usual = Candidates(block_candidates(torch.device("cuda"), demand.dtype, 16), [PLAIN])._without(["cudnn"])
-    assert [each.name for each in usual.blocks["full"]] == ["flash", "efficient", "plain"]
 
 
 @pytest.mark.parametrize(

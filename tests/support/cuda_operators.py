@@ -1,14 +1,16 @@
-"""The definitions of torch's fused CUDA attention operators, which run on any device."""
+"""The definitions of fused CUDA attention operators, which run on any device."""
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import eagle3.attention.cuda  # noqa: F401 (has operators)
+
 aten = torch.ops.aten
 FLASH = aten._flash_attention_forward.default
 FLASH_BACKWARD = aten._flash_attention_backward.default
-CUDNN = aten._scaled_dot_product_cudnn_attention.default
-CUDNN_BACKWARD = aten._scaled_dot_product_cudnn_attention_backward.default
+FLASH4 = torch.ops.eagle3.flash4.default
+FLASH4_BACKWARD = torch.ops.eagle3.flash4_backward.default
 EFFICIENT = aten._scaled_dot_product_efficient_attention.default
 EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
 
@@ -20,7 +22,8 @@ def by_name(func, args, kwargs) -> dict:
 
 class ByDefinition(TorchDispatchMode):
     """Runs the fused operators by their definitions, on any device; the backward uses out and lse. Flash has [batch,
-    tokens, heads, d] and puts the last query at the last key; the others have [batch, heads, tokens, d]."""
+    tokens, heads, d] and puts the last query at the last key; FlashAttention 4 likewise, without a batch; the efficient
+    kernel has [batch, heads, tokens, d]."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         named = by_name(func, args, kwargs)
@@ -28,14 +31,13 @@ class ByDefinition(TorchDispatchMode):
             turned = ("query", "key", "value", "grad_out", "out")
             named |= {name: named[name].transpose(1, 2) for name in turned if name in named}
             named["ahead"] = named["key"].shape[2] - named["query"].shape[2]
+        if func in (FLASH4, FLASH4_BACKWARD):
+            named = self._as_flash(named)
+            results = self._forward(**named) if func is FLASH4 else self._backward(**named)
+            return tuple(x[0].transpose(0, 1) if x.dim() == 4 else x[0] for x in results)
         if func is FLASH:
             out, lse = self._forward(**named)
             return out.transpose(1, 2), lse, None, None, None
-        if func is CUDNN:
-            out, lse = self._forward(**named)
-            return out, lse[..., None], None, None, 0, 0, None, None, None
-        if func is CUDNN_BACKWARD:
-            return self._backward(**named | {"logsumexp": named["logsumexp"][..., 0]})
         if func is EFFICIENT:
             out, lse = self._forward(**named)
             return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % 32), value=float("nan")), None, None
@@ -44,6 +46,16 @@ class ByDefinition(TorchDispatchMode):
         if func is EFFICIENT_BACKWARD:
             return *self._backward(grad_out=named.pop("grad_out_"), **named), None
         return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def _as_flash(named: dict) -> dict:
+        """FlashAttention 4's arguments by the others' names."""
+        tensors = {"q": "query", "k": "key", "v": "value", "grad": "grad_out", "out": "out"}
+        settings = {"scale": "scale", "causal": "is_causal", "left": "window_size_left", "right": "window_size_right"}
+        turned = {name: named[short].transpose(0, 1)[None] for short, name in tensors.items() if short in named}
+        lse = {"logsumexp": named["lse"][None]} if "lse" in named else {}
+        ahead = {"ahead": len(named["k"]) - len(named["q"])}
+        return turned | {name: named[short] for short, name in settings.items()} | lse | ahead
 
     @staticmethod
     def _scores(

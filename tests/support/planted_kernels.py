@@ -9,8 +9,9 @@ from processes import fork_ranks
 from triton.compiler.errors import CompilationError
 
 from eagle3.attention.block import CPU, PLAIN, Kernel
+from eagle3.attention.own import PLAIN_OWN
 from eagle3.attention.plain import BlockGradients, BlockOutput
-from eagle3.kernels.choice import Candidates, agreement, parsed, pick, plain_values
+from eagle3.kernels.choice import LOSS, OWN, Candidates, agreement, parsed, pick, plain_values
 from eagle3.kernels.proof import Demand
 from eagle3.objective import softmaxes
 from eagle3.parallel.topology import gathered, start_distributed, stop_distributed
@@ -61,6 +62,30 @@ ATTENTION_FAULTS = [
     (_spoiled("swapped", gradients=lambda part: BlockGradients(part.q, part.v, part.k)), "dk is off by"),
     (Kernel("raises", CPU.forward, _raises), "raised RuntimeError: CUDA error: no kernel image is available"),
 ]
+OWN_FAULTS = [
+    (
+        PLAIN_OWN._replace(name="forgets", forward=lambda prefix, q, own, scale: prefix),
+        "out is off by",
+    ),
+    (
+        PLAIN_OWN._replace(
+            name="scaled",
+            backward=lambda grad, output, q, own, scale: PLAIN_OWN.backward(grad, output, q, own, 1.02 * scale),
+        ),
+        "dq is off by",
+    ),
+    (
+        PLAIN_OWN._replace(
+            name="swapped",
+            backward=lambda grad, output, q, own, scale: (
+                (gradients := PLAIN_OWN.backward(grad, output, q, own, scale))[0],
+                *reversed(gradients[1:]),
+            ),
+        ),
+        "d_own is off by",
+    ),
+    (PLAIN_OWN._replace(name="raises", forward=_does_not_compile), "raised CompilationError"),
+]
 LOSS_FAULTS = [
     (softmaxes.PLAIN._replace(name="raises", softmaxes=_does_not_compile), "raised CompilationError"),
     (
@@ -89,7 +114,8 @@ def job() -> None:
     rank = torch.distributed.get_rank()
     wrong = ATTENTION_FAULTS[0][0]._replace(name="cpu")
     blocks = dict.fromkeys(("full", "causal", "masked"), [wrong if rank else CPU, PLAIN])
-    candidates = Candidates({**blocks, "banded": [], "windowed": []}, [softmaxes.PLAIN])
+    others = {"banded": [], "windowed": [], OWN: [PLAIN_OWN], LOSS: [softmaxes.PLAIN]}
+    candidates = Candidates({**blocks, **others})
     table = candidates.prove(DEMAND, topology.alone, topology.device, timed=False)
     choice = pick(candidates, agreement([parsed(each) for each in gathered(plain_values(table))]))
     print(f"\nREPORT {json.dumps({'names': choice.names, 'warnings': choice.warnings})}", flush=True)
