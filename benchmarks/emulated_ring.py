@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from eagle3.attention.ring import Exchange, KeyValueGradient, RingAttention
+from eagle3.attention.ring import Exchange, RingAttention
 from eagle3.attention.schedule import PrefixSchedule
+from eagle3.attention.shared import SharedGradient
 
 THIN_WINDOW = 1024  # keys
 
@@ -30,7 +31,7 @@ class _RandomExchange(Exchange):
         super().__init__(key_value)
         self.ranks = ranks
 
-    def collect(self, gradient: KeyValueGradient) -> Tensor:
+    def collect(self, gradient: SharedGradient) -> Tensor:
         return _GatherRandom.apply(self.mine, self.ranks, gradient)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from eagle3.attention.plain import BlockOutput
 
 # Rows whose copies in fp32 or wider the plain kernel holds at once.
-PLAIN_ROWS = 1024
+PLAIN_ROWS = 256
 
 
 class OwnKernel(NamedTuple):

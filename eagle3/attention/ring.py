@@ -17,6 +17,7 @@ from torch import Tensor
 from eagle3.attention.block import BlockKernels, head_groups, merge_blocks, usual_kernels
 from eagle3.attention.plain import BlockOutput, Scoring
 from eagle3.attention.schedule import Piece, PrefixSchedule, overlap
+from eagle3.attention.shared import CollectGradient, SharedGradient
 
 RingMode = Literal["gather", "p2p"]
 
@@ -67,7 +68,7 @@ class RingAttention:
         key_value: Tensor,
         output: BlockOutput,
         schedules: tuple[PrefixSchedule, ...],
-        gradient: "KeyValueGradient",
+        gradient: "SharedGradient",
     ) -> Tensor:
         """Returns the gradient of q [Q, heads, d], in fp32 or wider if it is a sum over blocks, and adds those of the
         keys and values to `gradient`.
@@ -115,30 +116,12 @@ class RingAttention:
         return Scoring(self.scale, piece.visibility, schedule.visible(piece), self.softcap, schedule.window)
 
 
-@dataclass
-class KeyValueGradient:
-    """The gradient of shared keys and values. Every call's backward adds its part, in fp32 or wider, and the
-    Exchange takes the sum. (Autograd would round each part to the dtype of the keys, and hold two parts at a time.)"""
-
-    total: Tensor | None = None
-
-    def like(self, key_value: Tensor) -> Tensor:
-        if self.total is None:
-            exact = torch.promote_types(key_value.dtype, torch.float32)
-            self.total = torch.zeros(key_value.shape, dtype=exact, device=key_value.device)
-        return self.total
-
-    def take(self, key_value: Tensor) -> Tensor:
-        total, self.total = self.like(key_value), None
-        return total
-
-
 @dataclass(frozen=True)
 class SharedKeyValue:
     """Keys and values that every call reads, and the sum of their gradient."""
 
     key_value: Tensor  # [ring, 2, S, kv_heads, d]; for `p2p` this rank's [2, S, kv_heads, d]
-    gradient: KeyValueGradient = field(default_factory=KeyValueGradient)
+    gradient: SharedGradient = field(default_factory=SharedGradient)
 
 
 class Exchange:
@@ -151,11 +134,11 @@ class Exchange:
     @cached_property
     def shared(self) -> SharedKeyValue:
         """What every call reads; the first access waits for it."""
-        gradient = KeyValueGradient()
+        gradient = SharedGradient()
         return SharedKeyValue(self.collect(gradient), gradient)
 
-    def collect(self, gradient: KeyValueGradient) -> Tensor:
-        return _CollectGradient.apply(self.mine, gradient)
+    def collect(self, gradient: SharedGradient) -> Tensor:
+        return CollectGradient.apply(self.mine, gradient)
 
 
 class _Gather(Exchange):
@@ -165,7 +148,7 @@ class _Gather(Exchange):
         self.group, self.transfer = group, _Transfer()
         super().__init__(_StartGather.apply(key_value, group, self.transfer))
 
-    def collect(self, gradient: KeyValueGradient) -> Tensor:
+    def collect(self, gradient: SharedGradient) -> Tensor:
         return _FinishGather.apply(self.mine, self.group, self.transfer, gradient)
 
 
@@ -222,22 +205,6 @@ class _FinishGather(torch.autograd.Function):
         return gathered.new_empty(gathered.shape[1:]), None, None, None
 
 
-class _CollectGradient(torch.autograd.Function):
-    """Backward runs when the backward passes of all calls are done, and returns the sum of their gradients."""
-
-    @staticmethod
-    def forward(ctx, key_value, gradient):
-        ctx.gradient = gradient
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(key_value)
-        return key_value.view_as(key_value)
-
-    @staticmethod
-    def backward(ctx, _):
-        (key_value,) = ctx.saved_tensors
-        return ctx.gradient.take(key_value).to(key_value.dtype), None
-
-
 def _shares(key_value: Tensor, ring: RingAttention) -> Iterator[tuple[int, Tensor]]:
     """Yields (ring rank, its keys and values [2, S, kv_heads, d]), own share first; `p2p` passes each one on while it
     is in use."""
@@ -253,7 +220,7 @@ def _shares(key_value: Tensor, ring: RingAttention) -> Iterator[tuple[int, Tenso
 
 
 def _shares_with_gradients(
-    key_value: Tensor, gradient: KeyValueGradient, ring: RingAttention
+    key_value: Tensor, gradient: SharedGradient, ring: RingAttention
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Like `_shares`, with a third tensor: what the caller adds to it ends up in `gradient` on the rank that owns the
     share."""

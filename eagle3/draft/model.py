@@ -1,10 +1,17 @@
 """The EAGLE3 draft: a decoder layer built from Megatron-core's modules. Its methods fuse the target's states, compute
 K_0 and V_0, and compute the parts of a TTT step before and after attention."""
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    copy_to_tensor_model_parallel_region,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -20,13 +27,22 @@ AUX_LAYERS = 3
 INITIAL_SCALE = 0.02
 
 
+class EmbeddedTokens(NamedTuple):
+    """What the embeddings of tokens add to the projections of attention, each [tokens, local heads * d]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
 class Eagle3Attention(MegatronModule):
-    """The projections of attention. Queries are projected separately, so that rows that are not unrolled cost only
-    k and v."""
+    """The projections of attention from x = [RMS(embedding), RMS(hidden)]. The embedding's half depends on the token
+    alone, so it is a call of its own, which all steps that meet the token can share. Queries are projected separately,
+    so that rows that are not unrolled cost only k and v."""
 
     def __init__(self, config: TransformerConfig, tensor: ProcessGroup) -> None:
         super().__init__(config=config)
-        self.head_dim = config.kv_channels
+        self.head_dim, self.tensor = config.kv_channels, tensor
         linear = {"config": config, "bias": False, "tp_group": tensor}
         self.linear_q, self.linear_k, self.linear_v = (
             ColumnParallelLinear(
@@ -47,19 +63,29 @@ class Eagle3Attention(MegatronModule):
             **linear,
         )
 
-    def query(self, x: Tensor, rotation: Rotation) -> Tensor:
-        """Maps x [Q, 2H] to rotated q [Q, local heads, d]."""
-        return rotation(self._heads(self.linear_q, x))
+    def embedded(self, x: Tensor, queries: int, keys: int) -> EmbeddedTokens:
+        """Maps normed embeddings x [tokens, H] to their half of the first `queries` queries, and of the first `keys`
+        keys and values."""
+        x = copy_to_tensor_model_parallel_region(x, self.tensor)
+        weights = (linear.weight.chunk(2, 1)[0] for linear in (self.linear_q, self.linear_k, self.linear_v))
+        rows = (x[:count] for count in (queries, keys, keys))
+        return EmbeddedTokens(*map(F.linear, rows, weights))
 
-    def key_value(self, x: Tensor, rotation: Rotation) -> KeyValue:
-        return KeyValue(rotation(self._heads(self.linear_k, x)), self._heads(self.linear_v, x))
+    def query(self, x: Tensor, embedded: EmbeddedTokens, rotation: Rotation) -> Tensor:
+        """Maps normed hidden states x [Q, H], and the same rows of `embedded`, to rotated q [Q, local heads, d]."""
+        return rotation(self._heads(self.linear_q, x, embedded.query))
+
+    def key_value(self, x: Tensor, embedded: EmbeddedTokens, rotation: Rotation) -> KeyValue:
+        key, value = self._heads(self.linear_k, x, embedded.key), self._heads(self.linear_v, x, embedded.value)
+        return KeyValue(rotation(key), value)
 
     def output(self, out: Tensor) -> Tensor:
         """Maps out [Q, local heads, d] to [Q, H], summed over the tensor-parallel group."""
         return self.linear_proj(out.flatten(1))[0]
 
-    def _heads(self, linear: nn.Module, x: Tensor) -> Tensor:
-        return linear(x)[0].unflatten(-1, (-1, self.head_dim))
+    def _heads(self, linear: nn.Module, x: Tensor, embedded: Tensor) -> Tensor:
+        weight = linear.weight.chunk(2, 1)[1]
+        return torch.addmm(embedded, x, weight.t()).unflatten(-1, (-1, self.head_dim))
 
 
 class Eagle3Layer(MegatronModule):
@@ -78,9 +104,13 @@ class Eagle3Layer(MegatronModule):
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         self.mlp = MLP(config, parts, ffn_hidden_size=config.ffn_hidden_size, tp_group=tensor)
 
-    def attention_input(self, embedding: Tensor, hidden: Tensor) -> Tensor:
-        """Concatenates normed embedding and hidden [tokens, H] to [tokens, 2H], the embedding first."""
-        return torch.cat((self.input_layernorm(embedding), self.hidden_norm(hidden)), dim=-1)
+    def embedded(self, embedding: Tensor, queries: int, keys: int) -> EmbeddedTokens:
+        """Embeddings' part of attention's projections (see Eagle3Attention). embedding: [tokens, H]."""
+        return self.self_attention.embedded(self.input_layernorm(embedding), queries, keys)
+
+    def attention_input(self, hidden: Tensor) -> Tensor:
+        """The normed hidden states [tokens, H] from which this rank's heads are projected."""
+        return copy_to_tensor_model_parallel_region(self.hidden_norm(hidden), self.self_attention.tensor)
 
     def forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The part after attention: maps hidden [Q, H] and attended [Q, local heads, d] to the layer's un-normed output
@@ -148,27 +178,35 @@ class Eagle3Draft(MegatronModule):
             )
         return self.fc(aux)
 
-    def prefix(self, hidden: Tensor, next_tokens: Tensor, positions: Tensor) -> KeyValue:
+    def embedded(self, tokens: Tensor, queries: int, keys: int) -> EmbeddedTokens:
+        """What next tokens [tokens] add: the first `queries` of them to the queries of `project`, the first `keys` to
+        its keys and values and to those of `prefix`."""
+        return self.layer.embedded(self.embedding(tokens), queries, keys)
+
+    def prefix(self, hidden: Tensor, next_tokens: EmbeddedTokens, positions: Tensor) -> KeyValue:
         """K_0, V_0 [N, kv heads, d] for rows with fused states `hidden` [N, H].
 
-        next_tokens: [N], the token after each row (0 at the end of a document).
+        next_tokens: of N tokens, the one after each row (token 0 at the end of a document).
         positions: [N], positions in the document.
         """
-        x = self.layer.attention_input(self.embedding(next_tokens), hidden)
-        return self.layer.self_attention.key_value(x, self.rope.at(positions, x.dtype))
+        x = self.layer.attention_input(hidden)
+        return self.layer.self_attention.key_value(x, next_tokens, self.rope.at(positions, x.dtype))
 
-    def project(self, hidden: Tensor, next_tokens: Tensor, positions: Tensor, first: bool) -> tuple[Tensor, ...]:
+    def project(
+        self, hidden: Tensor, next_tokens: EmbeddedTokens, positions: Tensor, first: bool
+    ) -> tuple[Tensor, ...]:
         """The part of TTT step k before attention. Returns q [Q, local heads, d] and, except at step 0, K_k and V_k of
         the same rows. (At step 0 these are already in K_0 and V_0.)
 
         hidden: [Q, H], output of step k-1, or the fused states if k = 0.
-        next_tokens: [Q], the token k+1 positions after each query.
+        next_tokens: of Q tokens, the one k+1 positions after each query.
         positions: [Q], already advanced by k.
         first: whether k = 0.
         """
-        x = self.layer.attention_input(self.embedding(next_tokens), hidden)
+        x = self.layer.attention_input(hidden)
         rotation, attention = self.rope.at(positions, x.dtype), self.layer.self_attention
-        return attention.query(x, rotation), *(() if first else attention.key_value(x, rotation))
+        own = () if first else attention.key_value(x, next_tokens, rotation)
+        return attention.query(x, next_tokens, rotation), *own
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The part of a TTT step after attention. Maps hidden [Q, H], as passed to `project`, and attended [Q, local

@@ -158,7 +158,8 @@ class ChainDrafter:
         """Append rows: aux [N, 3Ht], next_tokens [N]."""
         fused = self.draft.fuse(aux.to(self.prefix.dtype))
         positions = torch.arange(self.rows, self.rows + len(fused), device=fused.device)
-        for cache, rows in zip(self.prefix, self.draft.prefix(fused, next_tokens, positions), strict=True):
+        embedded = self.draft.embedded(next_tokens, queries=0, keys=len(fused))
+        for cache, rows in zip(self.prefix, self.draft.prefix(fused, embedded, positions), strict=True):
             cache[self.rows : self.rows + len(fused)] = rows
         self.rows += len(fused)
         self.hidden, self.next_token, self.position = fused[-1:], next_tokens[-1:], positions[-1:]
@@ -170,7 +171,8 @@ class ChainDrafter:
         hidden, token, own = self.hidden, self.next_token, ()
         tokens, probabilities = [], []
         for step in range(count):
-            q, *key_value = self.draft.project(hidden, token, self.position + step, first=step == 0)
+            embedded = self.draft.embedded(token, queries=1, keys=1 if step else 0)
+            q, *key_value = self.draft.project(hidden, embedded, self.position + step, first=step == 0)
             own = (*own, KeyValue(*key_value)) if key_value else own
             hidden = self.draft.finish(hidden, self.attention(q, shared, self._schedules(step), own))
             drawn = rule.draw(self.draft.logits(hidden))

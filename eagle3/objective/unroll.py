@@ -8,11 +8,12 @@ from torch import Tensor
 
 from eagle3.attention.ring import SharedKeyValue
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
+from eagle3.attention.shared import SharedRows
 from eagle3.attention.ttt import KeyValue, TTTAttention
-from eagle3.draft.model import Eagle3Draft
+from eagle3.draft.model import Eagle3Draft, EmbeddedTokens
 from eagle3.objective.recompute import ChunkedWork, Cut, Recompute, Step, cut_rows
 from eagle3.objective.streaming import StreamedRows
-from eagle3.parallel.sequence import SequencePlan, Stream
+from eagle3.parallel.sequence import NextTokens, SequencePlan, Stream
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,11 @@ class UnrollInputs:
     aux: Tensor | StreamedRows  # [rows, 3Ht]: auxiliary states at the plan's rows; on the host if streamed
     key_slots: Tensor  # see SequencePlan
     query_slots: Tensor  # see SequencePlan
-    key_tokens: Tensor  # [N]: the token after each key
+    tokens: Tensor  # [U]: this and the next three see NextTokens
+    queried: int
+    key_tokens: Tensor  # [N]
+    query_tokens: Tensor  # [K, Q]
     key_positions: Tensor  # [N]
-    query_tokens: Tensor  # [K, Q]: at step k, the token k+1 after each query
     query_positions: Tensor  # [Q]
     # for each step, then each ring rank: what the Ulysses group's queries see of its keys
     schedules: tuple[tuple[PrefixSchedule, ...], ...]
@@ -41,7 +44,7 @@ class UnrollInputs:
                 changed[id(tensor)] = change(tensor)
             return changed[id(tensor)]
 
-        names = ("key_slots", "query_slots", "key_tokens", "key_positions", "query_tokens", "query_positions")
+        names = ("key_slots", "query_slots", "tokens", "key_tokens", "key_positions", "query_tokens", "query_positions")
         return replace(
             self,
             aux=change_rows(self.aux),
@@ -74,14 +77,17 @@ def unroll_inputs(stream: Stream, plan: SequencePlan, steps: int, aux: Tensor) -
     def schedules(window: int | None) -> tuple[PrefixSchedule, ...]:
         return tuple(schedule_prefix(plan.ring_queries, positions, share, window=window) for share in shares)
 
+    following = NextTokens.of(plan, stream)
     every = (schedules(None),) * steps if window is None else tuple(schedules(window - k) for k in range(steps))
     return UnrollInputs(
         aux=aux,
         key_slots=plan.key_slots,
         query_slots=plan.query_slots,
-        key_tokens=stream.tokens_after(keys, 1),
+        tokens=following.tokens,
+        queried=following.queried,
+        key_tokens=following.after_keys,
         key_positions=stream.position[keys],
-        query_tokens=torch.stack([stream.tokens_after(queries, step + 1) for step in range(steps)]),
+        query_tokens=following.after_queries,
         query_positions=stream.position[queries],
         schedules=every,
         plan=plan,
@@ -106,14 +112,15 @@ def unroll(
     weights = tuple(weight for weight in draft.parameters() if weight.requires_grad)
     rows, queries = len(inputs.plan.rows), len(inputs.query_positions)
     chunk = max(rows, queries) if recompute == "none" or chunk is None else chunk
-    entry = ChunkedWork(Entry(draft, inputs), inputs.entry_cuts(chunk), weights)
+    tokens = Embedded.of(draft, inputs, share=recompute == "none")
+    entry = ChunkedWork(Entry(draft, inputs, tokens), inputs.entry_cuts(chunk), weights)
     hidden, *prefix = (entry.plainly if recompute == "none" else entry)()
     exchange = attention.start(KeyValue(*prefix))
     del prefix
     own: tuple[KeyValue, ...] = ()
     outputs = []
     for k in range(len(inputs.query_tokens)):
-        work = StepWork(draft, attention, inputs, k)
+        work = StepWork(draft, attention, inputs, tokens, k)
         project_cuts = cut_rows(queries, chunk, outputs=3 if k else 1)  # q and, from step 1 on, K_k and V_k
         finish_cuts = cut_rows(queries, chunk, outputs=1)
         step = Step(
@@ -127,11 +134,34 @@ def unroll(
 
 
 @dataclass(frozen=True)
+class Embedded:
+    """The embedded tokens at any places of UnrollInputs.tokens."""
+
+    draft: Eagle3Draft
+    tokens: Tensor
+    shared: tuple[SharedRows, ...] | None  # of all tokens, for queries, keys and values; None: computed where needed
+
+    @classmethod
+    def of(cls, draft: Eagle3Draft, inputs: UnrollInputs, share: bool) -> "Embedded":
+        parts = draft.embedded(inputs.tokens, inputs.queried, len(inputs.tokens)) if share else ()
+        return cls(draft, inputs.tokens, tuple(map(SharedRows, parts)) or None)
+
+    def at(self, places: Tensor, queries: bool, keys: bool) -> EmbeddedTokens:
+        """queries, keys: whether these parts are wanted; otherwise they are empty."""
+        of_queries, of_keys = len(places) * queries, len(places) * keys
+        if self.shared is None:
+            return self.draft.embedded(self.tokens[places], of_queries, of_keys)
+        counts = of_queries, of_keys, of_keys
+        return EmbeddedTokens(*(rows[places[:count]] for rows, count in zip(self.shared, counts, strict=True)))
+
+
+@dataclass(frozen=True)
 class Entry:
     """The entry for a chunk of rows: fused states of its queries, and K_0 and V_0 of its keys."""
 
     draft: Eagle3Draft
     inputs: UnrollInputs
+    tokens: Embedded
 
     def __call__(self, cut: Cut) -> tuple[Tensor, ...]:
         draft, inputs = self.draft, self.inputs
@@ -141,7 +171,8 @@ class Entry:
             fused.index_select(0, slots - cut.rows.start)
             for slots in (inputs.query_slots[queries], inputs.key_slots[keys])
         )
-        return hidden, *draft.prefix(prefix_hidden, inputs.key_tokens[keys], inputs.key_positions[keys])
+        tokens = self.tokens.at(inputs.key_tokens[keys], queries=False, keys=True)
+        return hidden, *draft.prefix(prefix_hidden, tokens, inputs.key_positions[keys])
 
 
 @dataclass(frozen=True)
@@ -151,11 +182,12 @@ class StepWork:
     draft: Eagle3Draft
     attention: TTTAttention
     inputs: UnrollInputs
+    tokens: Embedded
     k: int
 
     def project(self, cut: Cut, hidden: Tensor) -> tuple[Tensor, ...]:
-        tokens, positions = self.inputs.query_tokens[self.k, cut.rows], self.inputs.query_positions[cut.rows] + self.k
-        return self.draft.project(hidden, tokens, positions, first=self.k == 0)
+        tokens = self.tokens.at(self.inputs.query_tokens[self.k, cut.rows], queries=True, keys=self.k > 0)
+        return self.draft.project(hidden, tokens, self.inputs.query_positions[cut.rows] + self.k, first=self.k == 0)
 
     def attend(self, q: Tensor, shared: SharedKeyValue, own: tuple[KeyValue, ...]) -> Tensor:
         return self.attention(q, shared, self.inputs.schedules[self.k], own)

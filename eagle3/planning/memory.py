@@ -94,11 +94,12 @@ class _Rank:
 
     def phases(self) -> list[Bytes]:
         """The phases of a step that may be the peak."""
-        base, steps = self.persistent(), range(self.planned.steps)
-        if self.planned.memory.recompute == "none":
+        planned, base, steps = self.planned, self.persistent(), range(self.planned.steps)
+        if planned.memory.recompute == "none":
             base += self.entry_activations()
             phases = (phase(step) for step in steps for phase in (self.plainly, self.attending))
-            return [base + self.distilling(), *(base + phase for phase in phases)]
+            gradient = Counter({"tokens": self.embedded * planned.exact})
+            return [base + self.distilling(), *(base + gradient + phase for phase in phases)]
         backward = (self.finishing, self.attending, self.projecting)
         parts = (
             self.distilling(),
@@ -141,12 +142,11 @@ class _Rank:
         planned, draft, tensor = self.planned, self.planned.draft, self.planned.sizes.tensor
         total = steps * self.hidden + (steps - 1) * self.own
         if planned.memory.recompute != "full":
-            # Attention's lse and, from step 1 on, that of the whole softmax and the prefix's share of it.
             lse = self.share.queries * (draft.num_attention_heads // tensor) * planned.exact
-            total += steps * self.attended + (3 * steps - 2) * lse
+            total += steps * (self.attended + lse)
         if planned.memory.recompute == "none":
-            wide = 5 * draft.intermediate_size // tensor + 4 * draft.hidden_size + draft.head_dim
-            total += steps * self.share.queries * (planned.itemsize * wide + self.norm(3, 2, 1))
+            wide = 5 * draft.intermediate_size // tensor + draft.hidden_size + draft.head_dim
+            total += steps * self.share.queries * (planned.itemsize * wide + self.norm(2, 2, 2))
         return total
 
     def norm(self, states: int, trainable: int, results: int) -> int:
@@ -225,8 +225,8 @@ class _Rank:
         """Memory during attention, when the gradient of the queries is complete."""
         planned, draft, size, exact = self.planned, self.planned.draft, self.planned.itemsize, self.planned.exact
         sizes = planned.sizes
-        # Gradients of the output, of the prefix's part of the output, and of q through own keys.
-        upstream = 3 if step else 1
+        # Gradients of the output, and of q through own keys.
+        upstream = 2 if step else 1
         # q's gradient through the prefix and, in step 0, its rounded copy.
         gradients = self.share.queries * planned.query_width * (exact + (size if size < exact and not step else 0))
         tile = min(KEY_BLOCK, self.share.longest), min(QUERY_BLOCK, self.share.queries)
@@ -274,10 +274,23 @@ class _Rank:
         gradients = (weights.head + weights.project + weights.finish) * self.planned.itemsize
         return Counter({"queries": self.hidden, "gradients": gradients})
 
+    @property
+    def tokens(self) -> int:
+        """Different tokens that follow the rank's rows."""
+        return min(self.share.tokens, self.planned.draft.vocab_size)
+
+    @property
+    def embedded(self) -> int:
+        """Numbers in what those tokens add to keys and values, and some of them to queries."""
+        queried = min(self.tokens, self.share.queries)
+        return queried * self.planned.query_width + 2 * self.tokens * self.planned.key_width
+
     def entry_activations(self) -> Bytes:
-        """What is saved without recomputation: the keys' fused states and the input of their projections."""
-        states = 3 * self.planned.draft.hidden_size * self.planned.itemsize
-        return Counter({"queries": self.share.keys * (states + self.norm(2, 1, 0))})
+        """What is saved without recomputation: the keys' fused states and the input of their projections; tokens'
+        embeddings, normed as well, and their projections."""
+        states = 2 * self.planned.draft.hidden_size * self.planned.itemsize
+        tokens = self.tokens * (states + self.norm(1, 0, 0)) + self.embedded * self.planned.itemsize
+        return Counter({"queries": self.share.keys * (states + self.norm(1, 1, 0)), "tokens": tokens})
 
     def plainly(self, step: int) -> Bytes:
         """Memory in a step's backward pass without recomputation: on top of everything saved, a gradient of the MLP's

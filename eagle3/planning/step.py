@@ -12,7 +12,7 @@ from eagle3.attention.ring import RingMode
 from eagle3.draft.config import DraftConfig
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
-from eagle3.parallel.sequence import QuerySelection, SequencePlan, Stream
+from eagle3.parallel.sequence import NextTokens, QuerySelection, SequencePlan, Stream
 
 Phase = Literal["forward", "backward"]
 # (kind of data, phase) -> bytes sent.
@@ -45,6 +45,7 @@ class Share(NamedTuple):
     rows: int  # rows whose auxiliary states the rank reads
     longest: int  # length of the longest document in tokens
     pairs: int  # visible keys, summed over all queries of the whole stream
+    tokens: int  # different tokens that follow its keys and queries
 
     @classmethod
     def of(cls, plan: SequencePlan, stream: Stream) -> "Share":
@@ -52,7 +53,8 @@ class Share(NamedTuple):
         sees = stream.position[plan.queries[plan.queries >= 0]] + 1
         sees = sees if plan.window is None else sees.clamp(max=plan.window)
         longest = int(stream.position.max()) + 1
-        return cls(len(plan.keys), len(plan.queries), len(plan.teacher), len(plan.rows), longest, int(sees.sum()))
+        rows = (len(each) for each in (plan.keys, plan.queries, plan.teacher, plan.rows))
+        return cls(*rows, longest, int(sees.sum()), len(NextTokens.of(plan, stream).tokens))
 
     @classmethod
     def expected(
@@ -65,8 +67,8 @@ class Share(NamedTuple):
         spans: int = 1,
         query_selection: QuerySelection = "supervised",
     ) -> "Share":
-        """The expected share of a stream with `tokens` tokens in `documents` documents of equal length. The last part
-        of each document is supervised.
+        """The expected share of a stream with `tokens` tokens, all different, in `documents` documents of equal length.
+        The last part of each document is supervised.
 
         supervised: that part's fraction of the document.
         window: most keys that a query sees.
@@ -83,7 +85,8 @@ class Share(NamedTuple):
         mine, shared = math.ceil(queries / sizes.sequence), math.ceil(keys / sizes.sequence)
         # Rows that are both keys and queries of a rank, counted on the first Ulysses rank, which has the fewest.
         both = max(0, queries - (sizes.ulysses - 1) * (keys - queries)) / sizes.sequence / sizes.ring
-        return cls(shared, mine, teacher, round(shared + mine - both), longest, pairs)
+        rows = round(shared + mine - both)
+        return cls(shared, mine, teacher, rows, longest, pairs, rows)
 
 
 @dataclass(frozen=True)
@@ -216,8 +219,8 @@ def sent_bytes(planned: Planned, share: Share) -> Traffic:
     """Bytes that a rank sends in one step, including padding. In a group of G ranks, it sends (G-1)/G of its input to
     an all-to-all or reduce-scatter, G-1 times its share in an all-gather, and 2 (G-1)/G of its buffer in an all-reduce.
 
-    - Ulysses exchanges K_0, V_0 once, q and output in every step, and lse from step 1 on, where own keys are merged. In
-      the backward pass it exchanges the gradients of q and output, and the output itself.
+    - Ulysses exchanges K_0, V_0 once, and q, output and lse in every step. In the backward pass it exchanges the
+      gradients of q and output, and the output and lse themselves.
     - The ring's `gather` sends K_0, V_0 once, and their gradient, in fp32, back once.
     - The ring's `p2p` sends K_0, V_0 in every step's forward and again in its backward, where the gradient travels one
       hop further, back to its own rank.
@@ -234,11 +237,11 @@ def sent_bytes(planned: Planned, share: Share) -> Traffic:
         ring_again = around[0]
     heads = planned.draft.num_attention_heads // sizes.tensor
     queries = steps * away * share.queries * planned.query_width * size
-    lse = (steps - 1) * away * share.queries * heads * exact
+    lse = steps * away * share.queries * heads * exact
     by_kind = {
         "Ulysses K0,V0": (away * prefix * size, away * prefix * size, 0),
         "Ulysses q,out": (2 * queries, 3 * queries, 2 * queries),
-        "Ulysses lse": (lse, 0, lse),
+        "Ulysses lse": (lse, lse, lse),
         "ring K0,V0": (*around, ring_again),
         "tensor": _tensor_bytes(planned, share),
     }
@@ -256,17 +259,19 @@ def _tensor_bytes(planned: Planned, share: Share) -> tuple[float, float, float]:
     - Forward: embeddings, and each step's outputs of attention and MLP. Then the distillation's maxima and sums (over
       the draft's K steps and the teacher), best ids, sums, and the gradients of all outputs and of the norm, which the
       distillation computes in the forward pass.
-    - Backward: the gradients of the inputs of q, k and v (one by one; K_0, V_0 have the keys' rows) and of the MLP.
-      Recomputed chunks repeat their forward pass. Steps that are recomputed whole repeat the forward pass of their
-      projections once more.
+    - Backward: the gradients of hidden states and embeddings before q, k and v (K_0, V_0 have the keys' rows; all steps
+      share embeddings unless something is recomputed), and of the MLP's inputs. Recomputed chunks repeat their forward
+      pass. Steps that are recomputed whole repeat the forward pass of their projections once more.
     """
     hidden, size, exact, steps = planned.draft.hidden_size, planned.itemsize, planned.exact, planned.steps
     keys, queries, teacher = share.keys, share.queries, share.teacher
-    unrolled = (keys + 3 * steps * queries) * hidden * size
+    met = keys + steps * queries  # rows that attention's projections read
+    embedded = share.tokens if planned.memory.recompute == "none" else met
+    unrolled = (embedded + 2 * steps * queries) * hidden * size
     distilled = 2 * (steps + 1) * teacher * exact + steps * (teacher + 2) * 8 + steps * queries * hidden * size
     if not planned.draft.norm_output:
         distilled += hidden * exact
-    entering = (steps * queries * 2 + 2 * (keys + (steps - 1) * queries) * 2 + steps * queries) * hidden * size
+    entering = (met + embedded + steps * queries) * hidden * size
     if planned.memory.recompute != "none":
         entering += unrolled
     again = steps * queries * hidden * size

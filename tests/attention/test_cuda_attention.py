@@ -28,8 +28,9 @@ from eagle3.attention import block as blocks
 from eagle3.attention import cuda
 from eagle3.attention.block import head_groups, usual_kernels
 from eagle3.attention.plain import Scoring, plain_attention, plain_attention_backward
-from eagle3.attention.ring import KeyValueGradient, RingAttention
+from eagle3.attention.ring import RingAttention
 from eagle3.attention.schedule import schedule_prefix
+from eagle3.attention.shared import SharedGradient
 
 SCALE = 0.21
 
@@ -283,6 +284,6 @@ def test_a_document_whose_keys_are_all_here_takes_one_call_of_flash_forward_and_
         with _Calls() as forward:
             output = ring(q, key_value, schedules)
         with _Calls() as backward:
-            ring.backward(grad, q, key_value, output, schedules, KeyValueGradient())
+            ring.backward(grad, q, key_value, output, schedules, SharedGradient())
     assert forward.operators.count(FLASH) == 1 and len(forward.operators) <= 6, forward.operators
     assert backward.operators.count(FLASH_BACKWARD) == 1 and len(backward.operators) <= 11, backward.operators
