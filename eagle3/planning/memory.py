@@ -94,12 +94,11 @@ class _Rank:
 
     def phases(self) -> list[Bytes]:
         """The phases of a step that may be the peak."""
-        planned, base, steps = self.planned, self.persistent(), range(self.planned.steps)
-        if planned.memory.recompute == "none":
+        base, steps = self.persistent(), range(self.planned.steps)
+        if self.planned.memory.recompute == "none":
             base += self.entry_activations()
             phases = (phase(step) for step in steps for phase in (self.plainly, self.attending))
-            gradient = Counter({"tokens": self.embedded * planned.exact})
-            return [base + self.distilling(), *(base + gradient + phase for phase in phases)]
+            return [base + self.distilling(), *(base + phase for phase in phases)]
         backward = (self.finishing, self.attending, self.projecting)
         parts = (
             self.distilling(),
@@ -184,12 +183,13 @@ class _Rank:
 
     def backward(self, step: int) -> Bytes:
         """Memory during the backward pass of `step`: everything that this step and earlier ones saved, and the
-        gradients of their outputs, of own keys (twice, because those of later steps are added to this step's) and of
-        weights."""
+        gradients of their outputs, of own keys (twice, because those of later steps are added to this step's), of
+        weights and of embedded tokens that all steps share."""
         weights, later = self.planned.weights, step < self.planned.steps - 1
         gradients = weights.head + (weights.project + weights.finish if later else 0)
         activations = self.activations(step + 1) + (step + 1) * self.hidden + (step * self.own if later else 0)
-        return Counter({"queries": activations, "gradients": gradients * self.planned.itemsize})
+        tokens = self.embedded * self.planned.exact if later and self.planned.memory.recompute == "none" else 0
+        return Counter({"queries": activations, "gradients": gradients * self.planned.itemsize, "tokens": tokens})
 
     def parts(self, rows: int, weights: int, wide: bool = True) -> Bytes:
         """Memory of one chunk of position-wise work, and the gradients of its weights: the chunk's own and, with
