@@ -4,9 +4,8 @@
     bash tests/cuda_build/run.sh FOLDER benchmarks/launches.py tokens=32768,recompute=full,ulysses=8 --json step.json
 
 Runs one rank's step of the draft of Llama-3.1-8B on fake CUDA tensors (tracing.py), forward and backward, and draws up
-a roofline timeline of it (roofline.py): bf16, K = 7, draft vocabulary 32,000. Communication, copies between host and
-device, Python's own time and limits of the launch queue are not counted. The numbers serve to rank designs; nothing is
-measured.
+a roofline timeline of it (roofline.py), at rates that were measured on an H200: bf16, K = 7, draft vocabulary 32,000.
+Communication, copies between host and device and limits of the launch queue are not counted.
 """
 
 import argparse
@@ -31,10 +30,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from tracing import Row, Trace, Tracer
 
+from eagle3.attention.block import EFFICIENT, FLASH, FLASH4, BlockKernels
 from eagle3.attention.ring import RingMode
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError, run_command
-from eagle3.objective.model import DraftObjective
+from eagle3.objective.model import DraftObjective, Kernels
 from eagle3.objective.recompute import MemoryPlan, Recompute
 from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import SequenceSharding, plan_sequence
@@ -45,14 +45,20 @@ from eagle3.planning.step import Planned, Share, Sizes
 # Attributes that Megatron-core and DeepSpeed set on a weight; kept when the weight is moved.
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
 # Rooms (rows of the table), by where a kernel is launched; the first match counts.
+ATTENTION = {"flash4": FLASH4, "flash": FLASH}
 ROOMS = (
     ("loss", ("objective/distill", "objective/streaming", "objective/softmaxes", "objective/fused")),
-    ("own keys", ("attention/ttt",)),
+    ("own keys", ("attention/fused_own", "attention/own")),
     ("prefix attention", ("attention/",)),
     ("exchange", ("deepspeed ",)),
     ("rope", ("draft/rope",)),
 )
-CHOICES = {"recompute": get_args(Recompute), "inputs": get_args(Residence), "mode": get_args(RingMode)}
+CHOICES = {
+    "recompute": get_args(Recompute),
+    "inputs": get_args(Residence),
+    "mode": get_args(RingMode),
+    "attention": tuple(ATTENTION),
+}
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Case:
     rank: int = 0
     steps: int = 7  # K
     block_mib: int = 1024
+    attention: str = "flash4"
 
     @classmethod
     def parse(cls, text: str) -> "Case":
@@ -111,6 +118,11 @@ class Case:
         return MemoryPlan(self.recompute, self.block_mib * 2**20)
 
     @property
+    def blocks(self) -> BlockKernels:
+        flash = ATTENTION[self.attention]
+        return BlockKernels(flash, flash, EFFICIENT, banded=flash, windowed=flash)
+
+    @property
     def planned(self) -> Planned:
         """The step, for the planner."""
         sizes = Sizes(self.tensor, self.ulysses, self.ring)
@@ -134,6 +146,7 @@ def parser_of(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description.partition("\n")[0])
     parser.add_argument("case", help="tokens=8192,recompute=none; also " + ", ".join(vars(Case())))
     parser.add_argument("--device", choices=DEVICES, default="h100", help="whose rates")
+    parser.add_argument("--launch", type=float, metavar="US", help="microseconds of the host for each kernel")
     return parser
 
 
@@ -141,7 +154,8 @@ def traced_case(options: argparse.Namespace) -> tuple[Case, Device]:
     """What the command line asks for. Raises UserError."""
     if not torch.cuda.is_available():
         raise UserError(f"{Path(sys.argv[0]).name}: needs torch's CUDA build; start it with tests/cuda_build/run.sh")
-    return Case.parse(options.case), DEVICES[options.device]
+    device = DEVICES[options.device]
+    return Case.parse(options.case), device if options.launch is None else device._replace(launch=1e-6 * options.launch)
 
 
 def start(case: Case) -> Topology:
@@ -196,7 +210,7 @@ def trace_step(case: Case, device: Device) -> tuple[Trace, dict[str, Any]]:
     with tracer:
         with tracer.measure("inputs"):
             batch = batch_of(config, stream, plan, FrozenInputs(*frozen, head), topology.device, case.inputs)
-        objective = DraftObjective(draft, topology, case.mode, case.memory)
+        objective = DraftObjective(draft, topology, case.mode, case.memory, Kernels(case.blocks))
         weights = weights_of(dataclasses.replace(batch, query_of=plan.query_of, teacher=_counted(batch.teacher)))
         with tracer.measure("forward"):
             distilled = objective(batch, weights)
@@ -240,7 +254,7 @@ def report(case: Case, device: Device, top: int) -> dict[str, Any]:
         print(f"{' | '.join(key)}: {row.calls:,} calls, {row.bytes / 1e9:,.1f} GB, {row.seconds:.4f} s")
     return {
         "case": dataclasses.asdict(case),
-        "device": device._asdict(),
+        "device": device.name,
         "seconds": seconds,
         "utilisation": utilisation,
         "peak_bytes": trace.peak,

@@ -1,6 +1,7 @@
 """What an operator costs on a GPU according to a roofline model: kernel launches, FLOPs, bytes of device memory, and
-the seconds that follow from a device's rates. These are estimates from shapes; nothing here is measured."""
+the seconds that follow from rates that were measured on a device. These are estimates from shapes."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,52 +13,74 @@ from eagle3.objective.fused import traffic
 HALF = (torch.bfloat16, torch.float16)
 
 
+class Rate(NamedTuple):
+    """How fast a kind of kernel runs."""
+
+    flops: float  # per second
+    bytes: float  # read and written, per second
+    start: float = 0.0  # seconds that each call takes beyond that
+
+
 class Device(NamedTuple):
-    """Rates that kernels reach on a device, in FLOP/s, bytes/s and seconds."""
+    """Rates that kernels reach on a device."""
 
     name: str
-    peak: float  # of bf16 products, by the data sheet: what MFU is relative to
-    products: float
-    attention: float  # flash attention, forward
-    attention_backward: float
-    fp32: float  # products in fp32
-    copies: float  # bytes read and written
-    launch: float  # the host's time to launch one kernel
-    shortest: float  # the least time that a kernel takes
+    peak: float  # FLOP/s of bf16 products, by the data sheet: what MFU is relative to
+    rates: dict[str, Rate]  # by kind of cost
+    launch: float  # seconds of the host for each kernel, Python's own time included
+    shortest: float  # the least seconds that a kernel takes
 
 
-H100 = Device(
-    name="H100 SXM",
+COPIES = 4.08e12
+# Measured on an H200, all in results/h200: copies, FlashAttention 2 and FlashAttention 4 alone (rates.json and
+# flash-attention-4.json); the rest within steps of 8k and 32k tokens (profile-8k.json, profile-32k.json). Kernels that
+# go through memory reach 60% of the rate of copies, and those of the loss, with their exponentials, 35%. The backward
+# of attention counts 2.5 times the FLOPs of its forward.
+H200 = Device(
+    name="H200",
     peak=989e12,
-    products=0.70 * 989e12,  # the shares of the data sheet's rates are assumptions
-    attention=0.45 * 989e12,
-    attention_backward=0.40 * 989e12,
-    fp32=0.70 * 67e12,
-    copies=0.80 * 3.35e12,
-    launch=5e-6,
+    rates={
+        "products": Rate(740e12, COPIES, 15e-6),
+        "fp32 products": Rate(20e12, 0.87e12),
+        "flash forward": Rate(350e12, COPIES, 165e-6),
+        "flash backward": Rate(321e12, COPIES, 450e-6),
+        "flash forward, window": Rate(185e12, COPIES, 34e-6),
+        "flash backward, window": Rate(188e12, COPIES, 180e-6),
+        "flash4 forward": Rate(727e12, COPIES, 110e-6),
+        "flash4 backward": Rate(597e12, COPIES, 270e-6),
+        "flash4 forward, window": Rate(384e12, COPIES, 160e-6),
+        "flash4 backward, window": Rate(280e12, COPIES, 140e-6),
+        "loss": Rate(math.inf, 1.42e12),
+        "memory": Rate(math.inf, 2.55e12),
+        "communication": Rate(math.inf, math.inf),  # launched, but its time is not counted
+    },
+    launch=28e-6,
     shortest=2e-6,
 )
-# 788 TFLOP/s in bf16 products and 4.3 TB/s in copies were measured on an H200; the other rates are an H100's.
-H200 = H100._replace(name="H200", products=788e12, copies=4.3e12)
+
+
+def _estimated(measured: Rate) -> Rate:
+    """An H100's rate. It computes like an H200, and its memory has 3.35 of 4.8 TB/s."""
+    return measured._replace(bytes=measured.bytes * 3.35 / 4.8)
+
+
+H100 = H200._replace(name="H100 SXM", rates={kind: _estimated(rate) for kind, rate in H200.rates.items()})
 DEVICES = {"h100": H100, "h200": H200}
 
 
 class Cost(NamedTuple):
     """What one call of an operator costs."""
 
-    kind: str  # products, attention, fp32 products, memory, communication
+    kind: str  # a key of Device.rates
     launches: int
     flops: float
     bytes: float
 
     def seconds(self, device: Device) -> float:
-        rates = {
-            "products": device.products,
-            "attention": device.attention,
-            "attention backward": device.attention_backward,
-        }
-        compute = self.flops / rates.get(self.kind, device.fp32)
-        return max(compute, self.bytes / device.copies, self.launches * device.shortest)
+        rate = device.rates[self.kind]
+        return max(
+            rate.start + max(self.flops / rate.flops, self.bytes / rate.bytes), self.launches * device.shortest
+        )
 
 
 class Call(NamedTuple):
@@ -93,20 +116,22 @@ def covered(tensor: Tensor) -> int:
 
 def cost_of(namespace: str, call: Call) -> Cost:
     """The cost of a call. Raises LookupError for an operator of our own that declares no cost."""
+    touched = sum(map(covered, (*call.inputs, *call.outputs)))
+    if "attention" in call.name or call.name.startswith("flash4"):
+        return _attention(call, touched)
+    if namespace == "eagle3" and call.name.startswith("own_keys"):
+        return Cost("memory", 1, 0.0, touched)  # reads and writes each tensor once
     if namespace == "eagle3":
         declared = traffic(call.name, call.inputs, call.outputs)
-        return Cost("memory", declared.launches, declared.flops, float(declared.read + declared.written))
+        return Cost("loss", declared.launches, declared.flops, float(declared.read + declared.written))
     if namespace in ("c10d", "_c10d_functional"):
-        return Cost("communication", 1, 0.0, 0.0)  # launched, but its time is not counted
+        return Cost("communication", 1, 0.0, 0.0)
     if namespace not in ("aten", "prims"):
         raise LookupError(
             f"{namespace}::{call.name} has no known cost; declare one beside it, as objective/fused.py does"
         )
-    touched = sum(map(covered, (*call.inputs, *call.outputs)))
     if call.name in ("mm", "bmm", "addmm", "addmm_", "baddbmm"):
         return _products(call, touched)
-    if "flash_attention" in call.name or "efficient_attention" in call.name or "cudnn_attention" in call.name:
-        return _attention(call, touched)
     return _memory(call, touched)
 
 
@@ -120,27 +145,32 @@ def _products(call: Call, touched: int) -> Cost:
 
 
 def _attention(call: Call, touched: int) -> Cost:
-    """Flash attention in torch's layouts. Its backward also clears and converts an fp32 gradient of q, and sums the
-    gradients of keys and values over the query heads of a group."""
+    """Flash attention in torch's layouts and in FlashAttention 4's. The backward also clears and converts an fp32
+    gradient of q, and torch's sums the gradients of keys and values over the query heads of a group."""
     arguments, backward = call.arguments, "backward" in call.name
-    q, k = arguments["query"], arguments["key"]
-    tokens, heads = (1, 2) if call.name.startswith("_flash") else (2, 1)
+    if own := call.name.startswith("flash4"):
+        q, k = arguments["q"][None], arguments["k"][None]
+        left, causal = arguments["left"], arguments["causal"]
+    else:
+        q, k = arguments["query"], arguments["key"]
+        left, causal = arguments.get("window_size_left"), arguments.get("is_causal")
+    tokens, heads = (1, 2) if own or call.name.startswith("_flash") else (2, 1)
     (batch, width), queries, keys = (q.shape[0], q.shape[3]), q.shape[tokens], k.shape[tokens]
     pairs = float(queries * keys)
-    left = arguments.get("window_size_left")
     if left is not None:
         pairs = float(queries * min(keys, left + 1))
-    elif arguments.get("is_causal"):
+    elif causal:
         pairs -= queries * (queries - 1) / 2  # the last query sees the last key
     flops = 4.0 * pairs * batch * q.shape[heads] * width
+    kind = f"{'flash4' if own else 'flash'} {'backward' if backward else 'forward'}{'' if left is None else ', window'}"
     if not backward:
-        return Cost("attention", 1, flops, touched)
+        return Cost(kind, 1, flops, touched)
     numbers = batch * queries * q.shape[heads] * width
     extra, launches = numbers * (2 * 4 + 2 * 2), 3
-    if q.shape[heads] != k.shape[heads]:
+    if q.shape[heads] != k.shape[heads] and not own:
         launches += 2
         extra += 4 * batch * keys * width * 2 * (q.shape[heads] + k.shape[heads])
-    return Cost("attention backward", launches, 2.5 * flops, touched + extra)
+    return Cost(kind, launches, 2.5 * flops, touched + extra)
 
 
 def _memory(call: Call, touched: int) -> Cost:
