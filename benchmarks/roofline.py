@@ -78,9 +78,7 @@ class Cost(NamedTuple):
 
     def seconds(self, device: Device) -> float:
         rate = device.rates[self.kind]
-        return max(
-            rate.start + max(self.flops / rate.flops, self.bytes / rate.bytes), self.launches * device.shortest
-        )
+        return max(rate.start + max(self.flops / rate.flops, self.bytes / rate.bytes), self.launches * device.shortest)
 
 
 class Call(NamedTuple):

@@ -3,20 +3,22 @@
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 @dataclass
 class SharedGradient:
-    """The gradient of a shared tensor. Every call's backward adds its part, in fp32 or wider; whoever made the tensor
-    takes the sum. (Autograd would round each part to the tensor's dtype, and hold two parts at a time.)"""
+    """The gradient of a shared tensor. Every call's backward adds its part, by default in fp32 or wider; whoever made
+    the tensor takes the sum. (Autograd would round each part to the tensor's dtype, and hold two parts at a time.)"""
 
     total: Tensor | None = None
+    exact: bool = True  # otherwise sums are in the tensor's dtype
 
     def like(self, tensor: Tensor) -> Tensor:
         if self.total is None:
-            exact = torch.promote_types(tensor.dtype, torch.float32)
-            self.total = torch.zeros(tensor.shape, dtype=exact, device=tensor.device)
+            dtype = torch.promote_types(tensor.dtype, torch.float32) if self.exact else tensor.dtype
+            self.total = torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)
         return self.total
 
     def take(self, tensor: Tensor) -> Tensor:
@@ -48,20 +50,62 @@ class SharedRows:
         self.gradient = SharedGradient()
         self.table = CollectGradient.apply(table, self.gradient)
 
-    def __getitem__(self, index: Tensor) -> Tensor:
-        return _Rows.apply(self.table, index, self.gradient)
+    def at(self, index: Tensor, columns: slice) -> Tensor:
+        return _Rows.apply(self.table, index, columns, self.gradient)
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, table, index, gradient):
-        ctx.gradient = gradient
+    def forward(ctx, table, index, columns, gradient):
+        ctx.columns, ctx.gradient = columns, gradient
         ctx.save_for_backward(table, index)
-        return table.index_select(0, index)
+        return table[:, columns].index_select(0, index)
 
     @staticmethod
     def backward(ctx, grad):
         table, index = ctx.saved_tensors
         total = ctx.gradient.like(table)
-        total.index_add_(0, index, grad.to(total.dtype))
-        return None, None, None
+        total[:, ctx.columns].index_add_(0, index, grad.to(total.dtype))
+        return None, None, None, None
+
+
+class SharedWeight:
+    """A weight [out, in] of many products, whose gradients are added to their sum as they are computed.
+
+    exact: see SharedGradient.
+    """
+
+    def __init__(self, weight: Tensor, exact: bool) -> None:
+        self.gradient = SharedGradient(exact=exact)
+        self.weight = CollectGradient.apply(weight, self.gradient)
+
+    def product(self, x: Tensor, added: Tensor | None = None, rows: slice = slice(None)) -> Tensor:
+        """x [tokens, in] times these rows of the weight, plus `added`: [tokens, rows]."""
+        return _Product.apply(x, self.weight, added, rows, self.gradient)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, added, rows, gradient):
+        ctx.rows, ctx.gradient, ctx.adds = rows, gradient, added is not None
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight[rows]) if added is None else torch.addmm(added, x, weight[rows].t())
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            add_product(ctx.gradient.like(weight)[ctx.rows], grad, x)
+        d_x = grad @ weight[ctx.rows] if ctx.needs_input_grad[0] else None
+        return d_x, None, grad if ctx.adds else None, None, None
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds the product of [n, v] and [n, h] to the total [v, h], which may be wider than these. On CUDA the product is
+    not rounded in between."""
+    if total.dtype == left.dtype:
+        total.addmm_(left.t(), right)
+    elif total.device.type == "cuda":
+        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
+    else:
+        total += left.t() @ right

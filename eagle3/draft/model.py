@@ -1,7 +1,7 @@
-"""The EAGLE3 draft: a decoder layer built from Megatron-core's modules. Its methods fuse the target's states, compute
-K_0 and V_0, and compute the parts of a TTT step before and after attention."""
+"""The EAGLE3 draft: a decoder layer of Megatron-core's modules, which hold its weights, and a pass with these weights,
+which computes K_0 and V_0, and the parts of a TTT step before and after attention."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -19,30 +20,22 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from eagle3.attention.shared import SharedWeight
 from eagle3.attention.ttt import KeyValue
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.rope import RotaryEmbedding, Rotation
+from eagle3.draft.rope import RotaryEmbedding
+from eagle3.draft.swiglu import swiglu
 
 AUX_LAYERS = 3
 INITIAL_SCALE = 0.02
 
 
-class EmbeddedTokens(NamedTuple):
-    """What the embeddings of tokens add to the projections of attention, each [tokens, local heads * d]."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-
-
 class Eagle3Attention(MegatronModule):
-    """The projections of attention from x = [RMS(embedding), RMS(hidden)]. The embedding's half depends on the token
-    alone, so it is a call of its own, which all steps that meet the token can share. Queries are projected separately,
-    so that rows that are not unrolled cost only k and v."""
+    """The weights of attention's projections, from x = [RMS(embedding), RMS(hidden)] and back to the hidden size."""
 
     def __init__(self, config: TransformerConfig, tensor: ProcessGroup) -> None:
         super().__init__(config=config)
-        self.head_dim, self.tensor = config.kv_channels, tensor
+        self.head_dim = config.kv_channels
         linear = {"config": config, "bias": False, "tp_group": tensor}
         self.linear_q, self.linear_k, self.linear_v = (
             ColumnParallelLinear(
@@ -63,61 +56,19 @@ class Eagle3Attention(MegatronModule):
             **linear,
         )
 
-    def embedded(self, x: Tensor, queries: int, keys: int) -> EmbeddedTokens:
-        """Maps normed embeddings x [tokens, H] to their half of the first `queries` queries, and of the first `keys`
-        keys and values."""
-        x = copy_to_tensor_model_parallel_region(x, self.tensor)
-        weights = (linear.weight.chunk(2, 1)[0] for linear in (self.linear_q, self.linear_k, self.linear_v))
-        rows = (x[:count] for count in (queries, keys, keys))
-        return EmbeddedTokens(*map(F.linear, rows, weights))
-
-    def query(self, x: Tensor, embedded: EmbeddedTokens, rotation: Rotation) -> Tensor:
-        """Maps normed hidden states x [Q, H], and the same rows of `embedded`, to rotated q [Q, local heads, d]."""
-        return rotation(self._heads(self.linear_q, x, embedded.query))
-
-    def key_value(self, x: Tensor, embedded: EmbeddedTokens, rotation: Rotation) -> KeyValue:
-        key, value = self._heads(self.linear_k, x, embedded.key), self._heads(self.linear_v, x, embedded.value)
-        return KeyValue(rotation(key), value)
-
-    def output(self, out: Tensor) -> Tensor:
-        """Maps out [Q, local heads, d] to [Q, H], summed over the tensor-parallel group."""
-        return self.linear_proj(out.flatten(1))[0]
-
-    def _heads(self, linear: nn.Module, x: Tensor, embedded: Tensor) -> Tensor:
-        weight = linear.weight.chunk(2, 1)[1]
-        return torch.addmm(embedded, x, weight.t()).unflatten(-1, (-1, self.head_dim))
-
 
 class Eagle3Layer(MegatronModule):
-    """The decoder layer: x = [RMS(embedding), RMS(hidden)]; h = hidden + attention(x); h + MLP(RMS(h)).
+    """The weights of the decoder layer: x = [RMS(embedding), RMS(hidden)]; h = hidden + attention(x);
+    h + MLP(RMS(h)). DraftPass computes it."""
 
-    norm_before_residual: h = RMS(hidden) + attention(x) instead
-    """
-
-    def __init__(self, config: TransformerConfig, tensor: ProcessGroup, norm_before_residual: bool) -> None:
+    def __init__(self, config: TransformerConfig, tensor: ProcessGroup) -> None:
         super().__init__(config=config)
-        self.norm_before_residual = norm_before_residual
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.input_layernorm, self.hidden_norm = WrappedTorchNorm(**norm), WrappedTorchNorm(**norm)
         self.self_attention = Eagle3Attention(config, tensor)
         self.pre_mlp_layernorm = WrappedTorchNorm(**norm)
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         self.mlp = MLP(config, parts, ffn_hidden_size=config.ffn_hidden_size, tp_group=tensor)
-
-    def embedded(self, embedding: Tensor, queries: int, keys: int) -> EmbeddedTokens:
-        """Embeddings' part of attention's projections (see Eagle3Attention). embedding: [tokens, H]."""
-        return self.self_attention.embedded(self.input_layernorm(embedding), queries, keys)
-
-    def attention_input(self, hidden: Tensor) -> Tensor:
-        """The normed hidden states [tokens, H] from which this rank's heads are projected."""
-        return copy_to_tensor_model_parallel_region(self.hidden_norm(hidden), self.self_attention.tensor)
-
-    def forward(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The part after attention: maps hidden [Q, H] and attended [Q, local heads, d] to the layer's un-normed output
-        [Q, H]."""
-        residual = self.hidden_norm(hidden) if self.norm_before_residual else hidden
-        hidden = residual + self.self_attention.output(attended)
-        return hidden + self.mlp(self.pre_mlp_layernorm(hidden))[0]
 
 
 class Eagle3Draft(MegatronModule):
@@ -150,7 +101,7 @@ class Eagle3Draft(MegatronModule):
         )
         self.fc = nn.Linear(AUX_LAYERS * wide, hidden, bias=False, dtype=dtype)
         config.init_method(self.fc.weight)
-        self.layer = Eagle3Layer(config, groups.tp, draft_config.norm_before_residual)
+        self.layer = Eagle3Layer(config, groups.tp)
         self.norm = WrappedTorchNorm(hidden_size=hidden, **norm)
         self.lm_head = ColumnParallelLinear(
             hidden,
@@ -178,42 +129,6 @@ class Eagle3Draft(MegatronModule):
             )
         return self.fc(aux)
 
-    def embedded(self, tokens: Tensor, queries: int, keys: int) -> EmbeddedTokens:
-        """What next tokens [tokens] add: the first `queries` of them to the queries of `project`, the first `keys` to
-        its keys and values and to those of `prefix`."""
-        return self.layer.embedded(self.embedding(tokens), queries, keys)
-
-    def prefix(self, hidden: Tensor, next_tokens: EmbeddedTokens, positions: Tensor) -> KeyValue:
-        """K_0, V_0 [N, kv heads, d] for rows with fused states `hidden` [N, H].
-
-        next_tokens: of N tokens, the one after each row (token 0 at the end of a document).
-        positions: [N], positions in the document.
-        """
-        x = self.layer.attention_input(hidden)
-        return self.layer.self_attention.key_value(x, next_tokens, self.rope.at(positions, x.dtype))
-
-    def project(
-        self, hidden: Tensor, next_tokens: EmbeddedTokens, positions: Tensor, first: bool
-    ) -> tuple[Tensor, ...]:
-        """The part of TTT step k before attention. Returns q [Q, local heads, d] and, except at step 0, K_k and V_k of
-        the same rows. (At step 0 these are already in K_0 and V_0.)
-
-        hidden: [Q, H], output of step k-1, or the fused states if k = 0.
-        next_tokens: of Q tokens, the one k+1 positions after each query.
-        positions: [Q], already advanced by k.
-        first: whether k = 0.
-        """
-        x = self.layer.attention_input(hidden)
-        rotation, attention = self.rope.at(positions, x.dtype), self.layer.self_attention
-        own = () if first else attention.key_value(x, next_tokens, rotation)
-        return attention.query(x, next_tokens, rotation), *own
-
-    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
-        """The part of a TTT step after attention. Maps hidden [Q, H], as passed to `project`, and attended [Q, local
-        heads, d] to the step's output [Q, H], which feeds the next step and, through `output_norm`, lm_head."""
-        hidden = self.layer(hidden, attended)
-        return self.norm(hidden) if self.draft_config.norm_output else hidden
-
     @property
     def output_norm(self) -> nn.Module | None:
         """The norm between a step's output and lm_head; None if steps hand on normed outputs (norm_output)."""
@@ -230,6 +145,94 @@ class Eagle3Draft(MegatronModule):
         for name in [name for name in state if name.endswith("_extra_state")]:
             del state[name]
         return state
+
+
+class DraftPass:
+    """The draft at work, for example in all steps of one stream: weights are put together for fewer products, and each
+    one's gradient is a sum over the products that autograd sees once (see SharedWeight).
+
+    q, k and v are products with rows of one weight, the rows of q first. Its half for the embedding depends on the next
+    token alone, so it is a call of its own (`embedded`), whose result steps that meet the token can share.
+
+    exact: whether gradients of weights are summed in fp32 or wider, not in the weights' dtype.
+    """
+
+    def __init__(self, draft: Eagle3Draft, exact: bool = True) -> None:
+        attention, mlp = draft.layer.self_attention, draft.layer.mlp
+        projections = [linear.weight for linear in (attention.linear_q, attention.linear_k, attention.linear_v)]
+        sizes = [len(weight) for weight in projections]
+        self.draft, self.layer, self.tensor, self.sizes = draft, draft.layer, draft.pg_collection.tp, sizes
+        self.all, self.queries, self.keys = slice(None), slice(0, sizes[0]), slice(sizes[0], None)
+        halves = torch.cat(projections).chunk(2, 1)
+        whole = (attention.linear_proj.weight, mlp.linear_fc1.weight, mlp.linear_fc2.weight)
+        self.of_embedding, self.of_hidden, self.proj, self.fc1, self.fc2 = (
+            SharedWeight(weight, exact) for weight in (*halves, *whole)
+        )
+        shared = {id(weight) for weight in (*projections, *whole)}
+        others = (weight for weight in draft.parameters() if weight.requires_grad and id(weight) not in shared)
+        products = (self.of_embedding, self.of_hidden, self.proj, self.fc1, self.fc2)
+        # All that the methods differentiate.
+        self.weights = (*(each.weight for each in products), *others)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Normed embeddings [tokens, H]."""
+        return self._to_heads(self.layer.input_layernorm(self.draft.embedding(tokens)))
+
+    def embedded(self, x: Tensor, rows: slice) -> Tensor:
+        """What normed embeddings x [tokens, H] add to `all`, to `queries`, or to `keys` and values: [tokens, rows]."""
+        return self.of_embedding.product(x, rows=rows)
+
+    def prefix(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> KeyValue:
+        """K_0, V_0 [N, kv heads, d] for rows with fused states `hidden` [N, H].
+
+        embedded: for `keys`, of the token after each row (token 0 at the end of a document).
+        positions: [N], positions in the document.
+        """
+        x = self._to_heads(self.layer.hidden_norm(hidden))
+        key, value = self._heads(self.of_hidden.product(x, embedded, self.keys), self.sizes[1:])
+        return KeyValue(self.draft.rope.at(positions, x.dtype)(key), value)
+
+    def project(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """The part of TTT step k before attention. Returns q [Q, local heads, d] and, except at step 0, K_k and V_k of
+        the same rows. (At step 0 these are already in K_0 and V_0.)
+
+        hidden: [Q, H], output of step k-1, or the fused states if k = 0.
+        embedded: for `queries` at step 0, otherwise for `all`, of the token k+1 positions after each query.
+        positions: [Q], already advanced by k.
+        """
+        x = self._to_heads(self.layer.hidden_norm(hidden))
+        rotation = self.draft.rope.at(positions, x.dtype)
+        if embedded.shape[1] == self.sizes[0]:
+            (q,) = self._heads(self.of_hidden.product(x, embedded, self.queries), self.sizes[:1])
+            return (rotation(q),)
+        q, key, value = self._heads(self.of_hidden.product(x, embedded), self.sizes)
+        return rotation(q), rotation(key), value.contiguous()  # a view would keep what q and k were rotated from
+
+    def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The part of a TTT step after attention. Maps hidden [Q, H], as passed to `project`, and attended [Q, local
+        heads, d] to the step's output [Q, H], which feeds the next step and, through `output_norm`, lm_head."""
+        draft, layer = self.draft, self.layer
+        residual = layer.hidden_norm(hidden) if draft.draft_config.norm_before_residual else hidden
+        hidden = residual + self.output(attended)
+        hidden = hidden + self.mlp(layer.pre_mlp_layernorm(hidden))
+        return draft.norm(hidden) if draft.draft_config.norm_output else hidden
+
+    def output(self, attended: Tensor) -> Tensor:
+        """Maps attended [Q, local heads, d] to [Q, H]."""
+        return reduce_from_tensor_model_parallel_region(self.proj.product(attended.flatten(1)), self.tensor)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        """Maps x [Q, H] to [Q, H]."""
+        x = swiglu(self.fc1.product(self._to_heads(x)))
+        return reduce_from_tensor_model_parallel_region(self.fc2.product(x), self.tensor)
+
+    def _to_heads(self, x: Tensor) -> Tensor:
+        """x, which every tensor-parallel rank has, on its way to this rank's part of a weight."""
+        return copy_to_tensor_model_parallel_region(x, self.tensor)
+
+    def _heads(self, projected: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+        head_dim = self.draft.draft_config.head_dim
+        return tuple(part.unflatten(-1, (-1, head_dim)) for part in projected.split(sizes, -1))
 
 
 def transformer_config(draft: DraftConfig, tensor_parallel: int, dtype: torch.dtype) -> TransformerConfig:

@@ -15,7 +15,7 @@ from eagle3.attention.schedule import Piece, PrefixSchedule
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import EMBEDDING, ExportedDraft, load_weights, read_exported
-from eagle3.draft.model import Eagle3Draft
+from eagle3.draft.model import DraftPass, Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import AcceptanceRule, Drawn
 from eagle3.targets.logits import TargetHead
@@ -147,7 +147,7 @@ class ChainDrafter:
     def __init__(self, draft: Eagle3Draft, d2t: Tensor, capacity: int) -> None:
         attention = draft.layer.self_attention
         shape = (2, capacity, attention.linear_k.weight.shape[0] // attention.head_dim, attention.head_dim)
-        self.draft, self.d2t, self.rows = draft, d2t, 0
+        self.draft, self.at_work, self.d2t, self.rows = draft, DraftPass(draft), d2t, 0
         self.prefix = draft.fc.weight.new_empty(shape)
         alone = draft.pg_collection.tp
         # On a GPU by matrix products, which need no proof: for one query at a time they are fast enough.
@@ -158,8 +158,8 @@ class ChainDrafter:
         """Append rows: aux [N, 3Ht], next_tokens [N]."""
         fused = self.draft.fuse(aux.to(self.prefix.dtype))
         positions = torch.arange(self.rows, self.rows + len(fused), device=fused.device)
-        embedded = self.draft.embedded(next_tokens, queries=0, keys=len(fused))
-        for cache, rows in zip(self.prefix, self.draft.prefix(fused, embedded, positions), strict=True):
+        embedded = self.at_work.embedded(self.at_work.embed(next_tokens), self.at_work.keys)
+        for cache, rows in zip(self.prefix, self.at_work.prefix(fused, embedded, positions), strict=True):
             cache[self.rows : self.rows + len(fused)] = rows
         self.rows += len(fused)
         self.hidden, self.next_token, self.position = fused[-1:], next_tokens[-1:], positions[-1:]
@@ -168,13 +168,13 @@ class ChainDrafter:
         """See `Drafter.propose`. Runs `count` training-time-test steps on the last row."""
         self.draft.draft_config.check_chain(count, "drafted tokens", "draft")
         shared = SharedKeyValue(self.prefix[None, :, : self.rows])
-        hidden, token, own = self.hidden, self.next_token, ()
+        draft, hidden, token, own = self.at_work, self.hidden, self.next_token, ()
         tokens, probabilities = [], []
         for step in range(count):
-            embedded = self.draft.embedded(token, queries=1, keys=1 if step else 0)
-            q, *key_value = self.draft.project(hidden, embedded, self.position + step, first=step == 0)
+            embedded = draft.embedded(draft.embed(token), draft.all if step else draft.queries)
+            q, *key_value = draft.project(hidden, embedded, self.position + step)
             own = (*own, KeyValue(*key_value)) if key_value else own
-            hidden = self.draft.finish(hidden, self.attention(q, shared, self._schedules(step), own))
+            hidden = draft.finish(hidden, self.attention(q, shared, self._schedules(step), own))
             drawn = rule.draw(self.draft.logits(hidden))
             token = drawn.tokens + self.d2t[drawn.tokens]
             tokens.append(token)

@@ -10,7 +10,7 @@ from eagle3.attention.ring import SharedKeyValue
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
 from eagle3.attention.shared import SharedRows
 from eagle3.attention.ttt import KeyValue, TTTAttention
-from eagle3.draft.model import Eagle3Draft, EmbeddedTokens
+from eagle3.draft.model import DraftPass, Eagle3Draft
 from eagle3.objective.recompute import ChunkedWork, Cut, Recompute, Step, cut_rows
 from eagle3.objective.streaming import StreamedRows
 from eagle3.parallel.sequence import NextTokens, SequencePlan, Stream
@@ -109,18 +109,18 @@ def unroll(
     recompute: what is run again in the backward pass instead of being saved (see Step).
     chunk: tokens of position-wise work at once; ignored if nothing is recomputed.
     """
-    weights = tuple(weight for weight in draft.parameters() if weight.requires_grad)
     rows, queries = len(inputs.plan.rows), len(inputs.query_positions)
     chunk = max(rows, queries) if recompute == "none" or chunk is None else chunk
-    tokens = Embedded.of(draft, inputs, share=recompute == "none")
-    entry = ChunkedWork(Entry(draft, inputs, tokens), inputs.entry_cuts(chunk), weights)
+    at_work = DraftPass(draft, exact=recompute != "none")
+    tokens, weights = Embedded.of(at_work, inputs, share=recompute == "none"), at_work.weights
+    entry = ChunkedWork(Entry(at_work, inputs, tokens), inputs.entry_cuts(chunk), weights)
     hidden, *prefix = (entry.plainly if recompute == "none" else entry)()
     exchange = attention.start(KeyValue(*prefix))
     del prefix
     own: tuple[KeyValue, ...] = ()
     outputs = []
     for k in range(len(inputs.query_tokens)):
-        work = StepWork(draft, attention, inputs, tokens, k)
+        work = StepWork(at_work, attention, inputs, tokens, k)
         project_cuts = cut_rows(queries, chunk, outputs=3 if k else 1)  # q and, from step 1 on, K_k and V_k
         finish_cuts = cut_rows(queries, chunk, outputs=1)
         step = Step(
@@ -135,59 +135,71 @@ def unroll(
 
 @dataclass(frozen=True)
 class Embedded:
-    """The embedded tokens at any places of UnrollInputs.tokens."""
+    """What embeddings add to projections, at any places of UnrollInputs.tokens."""
 
-    draft: Eagle3Draft
+    draft: DraftPass
     tokens: Tensor
-    shared: tuple[SharedRows, ...] | None  # of all tokens, for queries, keys and values; None: computed where needed
+    shared: tuple[SharedRows, SharedRows] | None  # of queried and of all tokens; None: computed where they are needed
 
     @classmethod
-    def of(cls, draft: Eagle3Draft, inputs: UnrollInputs, share: bool) -> "Embedded":
-        parts = draft.embedded(inputs.tokens, inputs.queried, len(inputs.tokens)) if share else ()
-        return cls(draft, inputs.tokens, tuple(map(SharedRows, parts)) or None)
+    def of(cls, draft: DraftPass, inputs: UnrollInputs, share: bool) -> "Embedded":
+        if not share:
+            return cls(draft, inputs.tokens, None)
+        x = draft.embed(inputs.tokens)
+        queried = draft.embedded(x[: inputs.queried], draft.all)
+        keys = torch.cat((queried[:, draft.keys], draft.embedded(x[inputs.queried :], draft.keys)))
+        return cls(draft, inputs.tokens, (SharedRows(queried), SharedRows(keys)))
 
-    def at(self, places: Tensor, queries: bool, keys: bool) -> EmbeddedTokens:
-        """queries, keys: whether these parts are wanted; otherwise they are empty."""
-        of_queries, of_keys = len(places) * queries, len(places) * keys
+    def at_queries(self, places: Tensor, first: bool) -> Tensor:
+        """For `DraftPass.project`. first: whether for step 0."""
+        rows = self.draft.queries if first else self.draft.all
         if self.shared is None:
-            return self.draft.embedded(self.tokens[places], of_queries, of_keys)
-        counts = of_queries, of_keys, of_keys
-        return EmbeddedTokens(*(rows[places[:count]] for rows, count in zip(self.shared, counts, strict=True)))
+            return self._computed(places, rows)
+        return self.shared[0].at(places, rows)
+
+    def at_keys(self, places: Tensor) -> Tensor:
+        """For `DraftPass.prefix`."""
+        if self.shared is None:
+            return self._computed(places, self.draft.keys)
+        return self.shared[1].at(places, self.draft.all)
+
+    def _computed(self, places: Tensor, rows: slice) -> Tensor:
+        return self.draft.embedded(self.draft.embed(self.tokens[places]), rows)
 
 
 @dataclass(frozen=True)
 class Entry:
     """The entry for a chunk of rows: fused states of its queries, and K_0 and V_0 of its keys."""
 
-    draft: Eagle3Draft
+    draft: DraftPass
     inputs: UnrollInputs
     tokens: Embedded
 
     def __call__(self, cut: Cut) -> tuple[Tensor, ...]:
         draft, inputs = self.draft, self.inputs
         queries, keys, _ = cut.outputs
-        fused = draft.fuse(inputs.aux[cut.rows])
+        fused = draft.draft.fuse(inputs.aux[cut.rows])
         hidden, prefix_hidden = (
             fused.index_select(0, slots - cut.rows.start)
             for slots in (inputs.query_slots[queries], inputs.key_slots[keys])
         )
-        tokens = self.tokens.at(inputs.key_tokens[keys], queries=False, keys=True)
-        return hidden, *draft.prefix(prefix_hidden, tokens, inputs.key_positions[keys])
+        embedded = self.tokens.at_keys(inputs.key_tokens[keys])
+        return hidden, *draft.prefix(prefix_hidden, embedded, inputs.key_positions[keys])
 
 
 @dataclass(frozen=True)
 class StepWork:
     """The work of TTT step k: a chunk of queries before and after attention, and attention of all queries."""
 
-    draft: Eagle3Draft
+    draft: DraftPass
     attention: TTTAttention
     inputs: UnrollInputs
     tokens: Embedded
     k: int
 
     def project(self, cut: Cut, hidden: Tensor) -> tuple[Tensor, ...]:
-        tokens = self.tokens.at(self.inputs.query_tokens[self.k, cut.rows], queries=True, keys=self.k > 0)
-        return self.draft.project(hidden, tokens, self.inputs.query_positions[cut.rows] + self.k, first=self.k == 0)
+        embedded = self.tokens.at_queries(self.inputs.query_tokens[self.k, cut.rows], first=self.k == 0)
+        return self.draft.project(hidden, embedded, self.inputs.query_positions[cut.rows] + self.k)
 
     def attend(self, q: Tensor, shared: SharedKeyValue, own: tuple[KeyValue, ...]) -> Tensor:
         return self.attention(q, shared, self.inputs.schedules[self.k], own)

@@ -20,7 +20,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import ExportedDraft, load_weights, shard, whole_tensors
-from eagle3.draft.model import Eagle3Draft
+from eagle3.draft.model import DraftPass, Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.distill import BLOCK_BYTES, LossBlocks, StepWeights, Teacher, distill, loss_row_bytes
 from eagle3.objective.fused import FUSED
@@ -183,10 +183,11 @@ def run_draft(name: str, dtype: torch.dtype, topology: Topology) -> Iterator[tup
     generator = torch.Generator().manual_seed(8)
     x, attended = (torch.randn(5, width, generator=generator).to(dtype) for width in (16, 8 * 6))
     heads = attended.unflatten(-1, (topology.tensor.size(), -1, config.head_dim))[:, topology.tensor.rank()]
+    at_work = DraftPass(draft)
     outputs = {
         "embedding": draft.embedding(torch.arange(config.vocab_size)),
-        "mlp": draft.layer.mlp(x)[0],
-        "attention output": draft.layer.self_attention.output(heads),
+        "mlp": at_work.mlp(x),
+        "attention output": at_work.output(heads),
     }
     (outputs["mlp"].square().sum() + outputs["attention output"].square().sum()).backward()
     weights = dict(draft.named_parameters())
