@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle3.attention.shared import add_product
 from eagle3.objective.softmaxes import PLAIN, Logits, LossKernel, share_peaks
 from eagle3.transfer import send
 
@@ -256,12 +257,4 @@ def _product(rows: Tensor, columns: Tensor) -> Tensor:
     return torch.mm(rows, columns.t(), out_dtype=torch.float32)
 
 
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Likewise."""
-    if total.dtype == left.dtype:
-        PLAIN.accumulate(total, left, right)
-    else:
-        torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
-
-
-FUSED = LossKernel("fused", FusedSoftmaxes, _product, _accumulate)
+FUSED = LossKernel("fused", FusedSoftmaxes, _product, add_product)

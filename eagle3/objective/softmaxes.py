@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from eagle3.attention.shared import add_product
+
 # Larger than every draft id, so that it loses when ranks take the minimum id of the largest logit.
 ELSEWHERE = torch.iinfo(torch.int64).max
 
@@ -111,11 +113,4 @@ def _product(rows: Tensor, columns: Tensor) -> Tensor:
     return (rows @ columns.t()).to(torch.promote_types(rows.dtype, torch.float32))
 
 
-def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
-    if total.dtype == left.dtype:
-        total.addmm_(left.t(), right)
-    else:
-        total += left.t() @ right
-
-
-PLAIN = LossKernel("plain", PlainSoftmaxes, _product, _accumulate)
+PLAIN = LossKernel("plain", PlainSoftmaxes, _product, add_product)

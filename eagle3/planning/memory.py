@@ -123,6 +123,7 @@ class _Rank:
         return Counter(
             {
                 "weights": (planned.weights.trained + planned.weights.embedding) * planned.itemsize,
+                "projections": planned.weights.project * planned.itemsize,  # the weights of q, k and v as one
                 "teacher head": 0 if logits else planned.columns * draft.target_hidden_size * planned.itemsize,
                 "hidden states": 3 * aux * draft.target_hidden_size * planned.itemsize + last * planned.teacher_bytes,
                 "indices": INDEX * index + share.teacher * (9 * steps + INDEX + planned.exact),
@@ -144,7 +145,7 @@ class _Rank:
             lse = self.share.queries * (draft.num_attention_heads // tensor) * planned.exact
             total += steps * (self.attended + lse)
         if planned.memory.recompute == "none":
-            wide = 5 * draft.intermediate_size // tensor + draft.hidden_size + draft.head_dim
+            wide = 3 * draft.intermediate_size // tensor + draft.hidden_size + draft.head_dim
             total += steps * self.share.queries * (planned.itemsize * wide + self.norm(2, 2, 2))
         return total
 
@@ -186,21 +187,30 @@ class _Rank:
         gradients of their outputs, of own keys (twice, because those of later steps are added to this step's), of
         weights and of embedded tokens that all steps share."""
         weights, later = self.planned.weights, step < self.planned.steps - 1
-        gradients = weights.head + (weights.project + weights.finish if later else 0)
+        gradients = weights.head * self.planned.itemsize
+        gradients += (weights.project + weights.finish) * self.summed if later else 0
         activations = self.activations(step + 1) + (step + 1) * self.hidden + (step * self.own if later else 0)
         tokens = self.embedded * self.planned.exact if later and self.planned.memory.recompute == "none" else 0
-        return Counter({"queries": activations, "gradients": gradients * self.planned.itemsize, "tokens": tokens})
+        return Counter({"queries": activations, "gradients": gradients, "tokens": tokens})
 
-    def parts(self, rows: int, weights: int, wide: bool = True) -> Bytes:
-        """Memory of one chunk of position-wise work, and the gradients of its weights: the chunk's own and, with
-        several chunks, their sum. wide: whether the work includes the MLP."""
+    @property
+    def summed(self) -> int:
+        """Bytes of a number in the gradient of a weight that all steps share."""
+        return self.planned.itemsize if self.planned.memory.recompute == "none" else self.planned.exact
+
+    def begun(self, step: int, weights: int) -> int:
+        """What the gradients of these weights add to `backward`: the last step's work, the first in this pass, makes
+        them."""
+        return weights * self.summed if step == self.planned.steps - 1 else 0
+
+    def parts(self, rows: int, wide: bool = True) -> int:
+        """Memory of one chunk of position-wise work. wide: whether the work includes the MLP."""
         planned, tensor = self.planned, self.planned.sizes.tensor
         each = chunk_token_bytes(planned.draft, tensor, planned.dtype)
         if not wide:
             each = 10 * planned.draft.hidden_size * planned.itemsize + self.norm(2, 1, 2)
         chunk = chunk_tokens(planned.draft, tensor, planned.dtype, planned.memory.block_bytes)
-        several = planned.exact if rows > chunk else 0
-        return Counter({"chunks": min(rows, chunk) * each, "gradients": weights * (planned.itemsize + several)})
+        return min(rows, chunk) * each
 
     def rebuilt(self) -> int:
         """Tensors that `full` recomputes and then holds."""
@@ -214,12 +224,17 @@ class _Rank:
             return 0
         planned, mlp = self.planned, 0
         if planned.memory.recompute == "none":
-            mlp = 5 * self.share.queries * planned.draft.intermediate_size * planned.itemsize // planned.sizes.tensor
+            mlp = 3 * self.share.queries * planned.draft.intermediate_size * planned.itemsize // planned.sizes.tensor
         return mlp + self.hidden + (self.attended if attended else 0)
 
     def finishing(self, step: int) -> Bytes:
-        outputs = Counter({"queries": self.hidden + self.attention + self.rebuilt()})
-        return self.backward(step) + outputs + self.parts(self.share.queries, self.planned.weights.finish)
+        return self.backward(step) + Counter(
+            {
+                "queries": self.hidden + self.attention + self.rebuilt(),
+                "gradients": self.begun(step, self.planned.weights.finish),
+                "chunks": self.parts(self.share.queries),
+            }
+        )
 
     def attending(self, step: int) -> Bytes:
         """Memory during attention, when the gradient of the queries is complete."""
@@ -248,16 +263,22 @@ class _Rank:
             {
                 "queries": states + self.rebuilt() - self.freed(attended=False),
                 "keys": self.key_gradient,
-                "gradients": planned.weights.finish * size,
+                "gradients": self.begun(step, planned.weights.finish),
                 "attention block": working * draft.head_dim // split,
             }
         )
 
     def projecting(self, step: int) -> Bytes:
         states = 2 * self.hidden + self.attention + step * self.own - self.freed(attended=True)
-        weights, size = self.planned.weights, self.planned.itemsize
-        extra = Counter({"queries": states, "keys": self.key_gradient, "gradients": weights.finish * size})
-        return self.backward(step) + extra + self.parts(self.share.queries, weights.project, wide=False)
+        weights = self.planned.weights
+        return self.backward(step) + Counter(
+            {
+                "queries": states,
+                "keys": self.key_gradient,
+                "gradients": self.begun(step, weights.project + weights.finish),
+                "chunks": self.parts(self.share.queries, wide=False),
+            }
+        )
 
     def homing(self) -> Bytes:
         """Memory after the last step, when the gradients of K_0, V_0 return to their ranks in the keys' dtype, and all
@@ -266,12 +287,14 @@ class _Rank:
 
     def entering(self) -> Bytes:
         """Memory at the very end: chunks of the work that produced K_0, V_0 and the queries' first states."""
-        parts = self.parts(self.share.rows, self.planned.weights.entry, wide=False)
-        return self.entered() + Counter({"keys": 2 * self.home}) + parts
+        fc, chunks = self.planned.weights.entry, self.parts(self.share.rows, wide=False)
+        return self.entered() + Counter(
+            {"keys": 2 * self.home, "chunks": chunks, "gradients": fc * (self.planned.itemsize + self.planned.exact)}
+        )
 
     def entered(self) -> Bytes:
         weights = self.planned.weights
-        gradients = (weights.head + weights.project + weights.finish) * self.planned.itemsize
+        gradients = weights.head * self.planned.itemsize + (weights.project + weights.finish) * self.summed
         return Counter({"queries": self.hidden, "gradients": gradients})
 
     @property
@@ -293,9 +316,9 @@ class _Rank:
         return Counter({"queries": self.share.keys * (states + self.norm(1, 1, 0)), "tokens": tokens})
 
     def plainly(self, step: int) -> Bytes:
-        """Memory in a step's backward pass without recomputation: on top of everything saved, a gradient of the MLP's
-        width."""
-        planned, size = self.planned, self.planned.itemsize
-        mlp = self.share.queries * size * planned.draft.intermediate_size // planned.sizes.tensor
-        extra = {"queries": mlp, "keys": self.key_gradient, "gradients": planned.weights.finish * size}
-        return self.backward(step) + Counter(extra)
+        """Memory in a step's backward pass without recomputation: on top of everything saved, gradients of three times
+        the MLP's width."""
+        planned = self.planned
+        mlp = 3 * self.share.queries * planned.itemsize * planned.draft.intermediate_size // planned.sizes.tensor
+        gradients = self.begun(step, planned.weights.finish)
+        return self.backward(step) + Counter({"queries": mlp, "keys": self.key_gradient, "gradients": gradients})
