@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 from eagle3.attention.shared import SharedWeight
 from eagle3.attention.ttt import KeyValue
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.rope import RotaryEmbedding
+from eagle3.draft.rope import RotaryEmbedding, Rotation
 from eagle3.draft.swiglu import swiglu
 
 AUX_LAYERS = 3
@@ -182,26 +182,27 @@ class DraftPass:
         """What normed embeddings x [tokens, H] add to `all`, to `queries`, or to `keys` and values: [tokens, rows]."""
         return self.of_embedding.product(x, rows=rows)
 
-    def prefix(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> KeyValue:
+    def rotation(self, positions: Tensor) -> Rotation:
+        """For rows at these positions of their documents, [tokens]. Step k's are k further on."""
+        return self.draft.rope.at(positions, self.draft.fc.weight.dtype)
+
+    def prefix(self, hidden: Tensor, embedded: Tensor, rotation: Rotation) -> KeyValue:
         """K_0, V_0 [N, kv heads, d] for rows with fused states `hidden` [N, H].
 
         embedded: for `keys`, of the token after each row (token 0 at the end of a document).
-        positions: [N], positions in the document.
         """
         x = self._to_heads(self.layer.hidden_norm(hidden))
         key, value = self._heads(self.of_hidden.product(x, embedded, self.keys), self.sizes[1:])
-        return KeyValue(self.draft.rope.at(positions, x.dtype)(key), value)
+        return KeyValue(rotation(key), value)
 
-    def project(self, hidden: Tensor, embedded: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+    def project(self, hidden: Tensor, embedded: Tensor, rotation: Rotation) -> tuple[Tensor, ...]:
         """The part of TTT step k before attention. Returns q [Q, local heads, d] and, except at step 0, K_k and V_k of
         the same rows. (At step 0 these are already in K_0 and V_0.)
 
         hidden: [Q, H], output of step k-1, or the fused states if k = 0.
         embedded: for `queries` at step 0, otherwise for `all`, of the token k+1 positions after each query.
-        positions: [Q], already advanced by k.
         """
         x = self._to_heads(self.layer.hidden_norm(hidden))
-        rotation = self.draft.rope.at(positions, x.dtype)
         if embedded.shape[1] == self.sizes[0]:
             (q,) = self._heads(self.of_hidden.product(x, embedded, self.queries), self.sizes[:1])
             return (rotation(q),)

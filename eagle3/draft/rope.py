@@ -1,6 +1,6 @@
 """Rotary position embedding for explicit positions. Angles are in fp32 or wider, whatever the model's dtype."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +11,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.transfer import send
 
 
-@dataclass(frozen=True)
-class Rotation:
+class Rotation(NamedTuple):
     """cos and sin of each token's angles, [tokens, 1, head_dim / 2], in the dtype of the tensors to rotate."""
 
     cos: Tensor
@@ -20,8 +19,29 @@ class Rotation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rotates x [tokens, heads, head_dim] by halves: pair i is (x[i], x[i + head_dim / 2])."""
-        low, high = x.chunk(2, dim=-1)
-        return torch.cat((low * self.cos - high * self.sin, high * self.cos + low * self.sin), dim=-1)
+        return _Rotate.apply(x, *self)
+
+    def at(self, rows: slice) -> "Rotation":
+        return Rotation(self.cos[rows], self.sin[rows])
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin):
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _rotated(grad, *ctx.saved_tensors, -1), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (low, high), (to_low, to_high) = x.chunk(2, -1), out.chunk(2, -1)
+    torch.mul(low, cos, out=to_low).addcmul_(high, sin, value=-sign)
+    torch.mul(high, cos, out=to_high).addcmul_(low, sin, value=sign)
+    return out
 
 
 class RotaryEmbedding:

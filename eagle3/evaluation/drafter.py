@@ -158,8 +158,9 @@ class ChainDrafter:
         """Append rows: aux [N, 3Ht], next_tokens [N]."""
         fused = self.draft.fuse(aux.to(self.prefix.dtype))
         positions = torch.arange(self.rows, self.rows + len(fused), device=fused.device)
-        embedded = self.at_work.embedded(self.at_work.embed(next_tokens), self.at_work.keys)
-        for cache, rows in zip(self.prefix, self.at_work.prefix(fused, embedded, positions), strict=True):
+        draft = self.at_work
+        embedded = draft.embedded(draft.embed(next_tokens), draft.keys)
+        for cache, rows in zip(self.prefix, draft.prefix(fused, embedded, draft.rotation(positions)), strict=True):
             cache[self.rows : self.rows + len(fused)] = rows
         self.rows += len(fused)
         self.hidden, self.next_token, self.position = fused[-1:], next_tokens[-1:], positions[-1:]
@@ -172,7 +173,7 @@ class ChainDrafter:
         tokens, probabilities = [], []
         for step in range(count):
             embedded = draft.embedded(draft.embed(token), draft.all if step else draft.queries)
-            q, *key_value = draft.project(hidden, embedded, self.position + step)
+            q, *key_value = draft.project(hidden, embedded, draft.rotation(self.position + step))
             own = (*own, KeyValue(*key_value)) if key_value else own
             hidden = draft.finish(hidden, self.attention(q, shared, self._schedules(step), own))
             drawn = rule.draw(self.draft.logits(hidden))

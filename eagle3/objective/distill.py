@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from eagle3.objective.softmaxes import PLAIN, Logits, LossKernel
 from eagle3.objective.streaming import StreamedRows
 from eagle3.targets.logits import LogitTransform
+from eagle3.transfer import send
 
 # Default size of one block of the loss, and of one chunk of position-wise work.
 BLOCK_BYTES = 2**30
@@ -210,7 +211,7 @@ class _Distill(torch.autograd.Function):
                 dist.all_reduce(partial, group=group)
         correct = supervised & (best == teacher.best)
         cross_entropy, overlap = sums
-        surrogate = sum(a * x + b * y for (a, b), x, y in zip(weights, cross_entropy, overlap, strict=True))
+        surrogate = (sums * send(torch.tensor(weights, dtype=torch.float64).t(), head.device)).sum()
         if gradients is not None:
             norm_gradients = [g.to(w.dtype) for g, w in zip(gradients.norm, gradients.norm_weights, strict=True)]
             ctx.save_for_backward(gradients.head.to(head.dtype), *gradients.outputs, *norm_gradients)

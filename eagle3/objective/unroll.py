@@ -11,6 +11,7 @@ from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
 from eagle3.attention.shared import SharedRows
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.model import DraftPass, Eagle3Draft
+from eagle3.draft.rope import Rotation
 from eagle3.objective.recompute import ChunkedWork, Cut, Recompute, Step, cut_rows
 from eagle3.objective.streaming import StreamedRows
 from eagle3.parallel.sequence import NextTokens, SequencePlan, Stream
@@ -112,7 +113,10 @@ def unroll(
     rows, queries = len(inputs.plan.rows), len(inputs.query_positions)
     chunk = max(rows, queries) if recompute == "none" or chunk is None else chunk
     at_work = DraftPass(draft, exact=recompute != "none")
-    tokens, weights = Embedded.of(at_work, inputs, share=recompute == "none"), at_work.weights
+    steps = torch.arange(len(inputs.query_tokens), device=inputs.query_positions.device)
+    at_once = recompute == "none"
+    rotations = at_work.rotation((inputs.query_positions + steps[:, None]).flatten()) if at_once else None
+    tokens, weights = Embedded.of(at_work, inputs, share=at_once), at_work.weights
     entry = ChunkedWork(Entry(at_work, inputs, tokens), inputs.entry_cuts(chunk), weights)
     hidden, *prefix = (entry.plainly if recompute == "none" else entry)()
     exchange = attention.start(KeyValue(*prefix))
@@ -120,7 +124,7 @@ def unroll(
     own: tuple[KeyValue, ...] = ()
     outputs = []
     for k in range(len(inputs.query_tokens)):
-        work = StepWork(at_work, attention, inputs, tokens, k)
+        work = StepWork(at_work, attention, inputs, tokens, rotations, k)
         project_cuts = cut_rows(queries, chunk, outputs=3 if k else 1)  # q and, from step 1 on, K_k and V_k
         finish_cuts = cut_rows(queries, chunk, outputs=1)
         step = Step(
@@ -184,7 +188,7 @@ class Entry:
             for slots in (inputs.query_slots[queries], inputs.key_slots[keys])
         )
         embedded = self.tokens.at_keys(inputs.key_tokens[keys])
-        return hidden, *draft.prefix(prefix_hidden, embedded, inputs.key_positions[keys])
+        return hidden, *draft.prefix(prefix_hidden, embedded, draft.rotation(inputs.key_positions[keys]))
 
 
 @dataclass(frozen=True)
@@ -195,11 +199,16 @@ class StepWork:
     attention: TTTAttention
     inputs: UnrollInputs
     tokens: Embedded
+    rotations: Rotation | None  # of all steps' queries, one step after the other; None: computed where they are needed
     k: int
 
     def project(self, cut: Cut, hidden: Tensor) -> tuple[Tensor, ...]:
         embedded = self.tokens.at_queries(self.inputs.query_tokens[self.k, cut.rows], first=self.k == 0)
-        return self.draft.project(hidden, embedded, self.inputs.query_positions[cut.rows] + self.k)
+        if self.rotations is None:
+            rotation = self.draft.rotation(self.inputs.query_positions[cut.rows] + self.k)
+        else:
+            rotation = self.rotations.at(slice(self.k * len(hidden), (self.k + 1) * len(hidden)))
+        return self.draft.project(hidden, embedded, rotation)
 
     def attend(self, q: Tensor, shared: SharedKeyValue, own: tuple[KeyValue, ...]) -> Tensor:
         return self.attention(q, shared, self.inputs.schedules[self.k], own)
