@@ -7,7 +7,7 @@ over many conversations.
 import itertools
 import os.path
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -57,21 +57,14 @@ class SpeculativeOutput(NamedTuple):
     seconds: Phases = Phases()
 
 
-class PlainTokens(NamedTuple):
+class PlainOutput(NamedTuple):
     """Output of plain decoding for one conversation."""
 
     tokens: list[int]  # N new tokens
-    seconds: float  # of N - 1 steps, without the prefill, as `Laps` measures them
-
-
-class PlainOutput(NamedTuple):
-    """Greedy output of plain decoding for one conversation."""
-
-    tokens: list[int]  # N new tokens, the best of each position
     candidates: Tensor  # [N, C] int64: the best tokens of each position, best first
     logits: Tensor  # [N, C] fp32: their logits
     resolution: Tensor  # [N] fp32: logits closer than this are a tie (see `tie_resolution`)
-    seconds: float  # as in PlainTokens
+    seconds: float  # of N - 1 steps, without the prefill, as `Laps` measures them
 
 
 class Laps:
@@ -158,42 +151,29 @@ def speculative(
     return SpeculativeOutput(tokens[:new_tokens], verifications, Phases(*map(sum, zip(*laps, strict=True))))
 
 
-@torch.no_grad()
 def plain_greedy(target: TransformersTarget, prompt: Tensor, *, new_tokens: int) -> PlainOutput:
-    """Decode up to `new_tokens` tokens after prompt [P], stopping after an EOS, one token per forward."""
-    tokens, candidates, seconds = [], [], []
-    for token, logits, took in _one_by_one(target, prompt, Greedy(), new_tokens):
-        best = logits.float().topk(min(CANDIDATES, len(logits)))
-        # A model that converts its logits to a wider dtype does not make them more exact.
-        rounded = logits.to(target.head.embedding.dtype)
-        candidates.append((best.indices, best.values, tie_resolution(rounded, len(target.layers))))
-        tokens.append(token)
-        seconds.append(took)
-    kept = (torch.stack(column).cpu() for column in zip(*candidates, strict=True))
-    return PlainOutput(tokens, *kept, seconds=sum(seconds[1:]))
+    """`plain_decoding` with the best token of each position."""
+    return plain_decoding(target, prompt, Greedy(), new_tokens=new_tokens)
 
 
 @torch.no_grad()
-def plain_sampled(target: TransformersTarget, prompt: Tensor, rule: AcceptanceRule, *, new_tokens: int) -> PlainTokens:
-    """Like `plain_greedy`, but `rule` draws each token."""
-    steps = [(token, took) for token, _, took in _one_by_one(target, prompt, rule, new_tokens)]
-    return PlainTokens([token for token, _ in steps], sum(took for _, took in steps[1:]))
-
-
-def _one_by_one(
-    target: TransformersTarget, prompt: Tensor, rule: AcceptanceRule, new_tokens: int
-) -> Iterator[tuple[int, Tensor, float]]:
-    """Each new token with the logits [V] that it was drawn from, and the seconds that it took (see `Laps`)."""
+def plain_decoding(target: TransformersTarget, prompt: Tensor, rule: AcceptanceRule, *, new_tokens: int) -> PlainOutput:
+    """Decode up to `new_tokens` tokens after prompt [P], stopping after an EOS, one token per forward. `rule` draws
+    each token."""
     ends, session = end_tokens(target), TargetSession(target, can_forget=False)
-    row = prompt.to(target.device)
-    for _ in range(new_tokens):
+    row, tokens, candidates, seconds = prompt.to(target.device), [], [], []
+    while len(tokens) < new_tokens and ends.isdisjoint(tokens[-1:]):
         clock = Laps(target.device)
         logits = session.forward(row, rows=1)
         row = rule.draw(logits).tokens
-        (token,) = row.tolist()
-        yield token, logits[0], clock.lap()
-        if token in ends:
-            return
+        tokens += row.tolist()
+        seconds.append(clock.lap())
+        best = logits[0].float().topk(min(CANDIDATES, logits.shape[1]))
+        # A model that converts its logits to a wider dtype does not make them more exact.
+        rounded = logits[0].to(target.head.embedding.dtype)
+        candidates.append((best.indices, best.values, tie_resolution(rounded, len(target.layers))))
+    kept = (torch.stack(column).cpu() for column in zip(*candidates, strict=True))
+    return PlainOutput(tokens, *kept, seconds=sum(seconds[1:]))
 
 
 def tie_resolution(logits: Tensor, layers: int) -> Tensor:
@@ -358,9 +338,7 @@ class SpeculativeResult:
         }
 
 
-def timing_of(
-    prompt: int, draft_tokens: int, output: SpeculativeOutput, plain: PlainTokens | PlainOutput
-) -> Timing | None:
+def timing_of(prompt: int, draft_tokens: int, output: SpeculativeOutput, plain: PlainOutput) -> Timing | None:
     """Mean times of a conversation after a prompt of so many tokens; None without a round, or a plain step."""
     rounds, steps = len(output.verifications), len(plain.tokens) - 1
     if not rounds or not steps:
@@ -407,12 +385,9 @@ def decode_conversations(
         output = speculative(target, drafter, prompt, rule, draft_tokens=draft_tokens, new_tokens=new_tokens)
         middle = time.perf_counter()
         progress.at(number - 1)  # shows that a long prompt is making progress
-        verdict, begin = None, time.perf_counter()
-        if sampling.greedy:
-            plain = plain_greedy(target, prompt, new_tokens=new_tokens)
-            verdict = compare(output.tokens, plain)
-        else:
-            plain = plain_sampled(target, prompt, plain_rule, new_tokens=new_tokens)
+        begin = time.perf_counter()
+        plain = plain_decoding(target, prompt, plain_rule, new_tokens=new_tokens)
+        verdict = compare(output.tokens, plain) if sampling.greedy else None
         decoded.append(
             DecodedConversation.of(
                 output,

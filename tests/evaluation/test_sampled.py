@@ -13,7 +13,7 @@ from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Drawn, Sampled, Sampling, Verification
 from eagle3.evaluation.drafter import ChainDrafter, untrained_draft
-from eagle3.evaluation.speculative import chain_drafter, decode_conversations, plain_sampled, speculative
+from eagle3.evaluation.speculative import chain_drafter, decode_conversations, plain_decoding, speculative
 from eagle3.targets.transformers import TransformersTarget
 
 VOCABULARY, NEW_TOKENS, DRAFT_TOKENS = 16, 3, 2
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
 
     def sample(self, rule: AcceptanceRule, runs: int) -> Tensor:
         return torch.tensor(
-            [number(plain_sampled(self.target, PROMPT, rule, new_tokens=NEW_TOKENS).tokens) for _ in range(runs)]
+            [number(plain_decoding(self.target, PROMPT, rule, new_tokens=NEW_TOKENS).tokens) for _ in range(runs)]
         )
 
     @torch.no_grad()
