@@ -20,25 +20,15 @@ CONFIDENCE = 0.95
 RESAMPLES = 2000
 
 
-@dataclass(frozen=True)
-class ContextAcceptance:
-    """Acceptance for prompts with more than context / 2 and at most `context` tokens."""
+@dataclass(frozen=True, kw_only=True)
+class ContextAcceptance(SpeculativeResult):
+    """The figures for prompts with more than context / 2 and at most `context` tokens."""
 
     context: int
-    conversations: int
-    verifications: int
-    acceptance_length: float
     # 95% confidence interval of the acceptance length, [low, high]. Intervals are None if only one conversation was
     # verified, because a single one does not show how much they differ.
     interval: list[float] | None
-    position_acceptance: list[float]
     position_intervals: list[list[float]] | None  # for each position's share
-    # (tokens, verifications) of each conversation, in the order of the prompts, to compare drafts prompt by prompt.
-    of_each: list[tuple[int, int]]
-    # As in SpeculativeResult:
-    compared: bool
-    mismatches: int
-    ties: int
     timing: Timing | None = field(default=None, compare=False)  # None if nothing was timed
 
     @property
@@ -52,21 +42,13 @@ class ContextAcceptance:
     def over(cls, context: int, decoded: Sequence[CountedConversation], seed: int) -> "ContextAcceptance":
         """Sum up the conversations of one context. seed: for the bootstrap. Raises UserError like
         SpeculativeResult.over."""
-        result = SpeculativeResult.over(decoded)
         counts = np.array([[each.yielded, *each.accepted] for each in decoded])
         intervals = ratio_intervals(counts, np.array([each.verifications for each in decoded]), seed)
         return cls(
+            **vars(SpeculativeResult.over(decoded)),
             context=context,
-            conversations=result.conversations,
-            verifications=result.verifications,
-            acceptance_length=result.acceptance_length,
             interval=None if intervals is None else intervals[0].tolist(),
-            position_acceptance=result.position_acceptance,
             position_intervals=None if intervals is None else intervals[1:].tolist(),
-            of_each=result.of_each,
-            compared=result.compared,
-            mismatches=result.mismatches,
-            ties=result.ties,
             timing=Timing.median([each.timing for each in decoded if each.timing]),
         )
 
@@ -147,7 +129,7 @@ class ContextJudgement:
             "topk": self.topk,
             "tree_tokens": self.tree_tokens,
             **self.window._asdict(),
-            "contexts": [asdict(each) for each in self.contexts],
+            "contexts": [each.as_dict() for each in self.contexts],
             "left_out": self.left_out,
             "pay_off": [each.as_dict() for each in self.pay_offs],
             "best": [each._asdict() for each in self.best],
@@ -254,7 +236,7 @@ def _student_quantile(freedom: int) -> float:
     return z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-def output_in_a_word(figures: ContextAcceptance | SpeculativeResult) -> str:
+def output_in_a_word(figures: SpeculativeResult) -> str:
     """How the output compares with plain decoding, for a table's cell."""
     if not figures.compared:
         return "sampled"

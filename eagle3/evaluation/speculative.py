@@ -8,7 +8,7 @@ import itertools
 import os.path
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -262,11 +262,12 @@ class SpeculativeResult:
     ties: int
     mismatches: int
     # Seconds of decoding, prefill included:
-    seconds_speculative: float
-    seconds_plain: float
+    seconds_speculative: float = field(compare=False)
+    seconds_plain: float = field(compare=False)
     compared: bool  # False if sampled: two samples of a distribution cannot be compared token by token
     plain_tokens: int  # new tokens of plain decoding
-    of_each: list[tuple[int, int]]  # each conversation's share of `yielded`, and of `verifications`
+    # Each conversation's share of `yielded`, and of `verifications`, to compare drafts prompt by prompt.
+    of_each: list[tuple[int, int]]
 
     @classmethod
     def over(cls, decoded: Sequence[CountedConversation]) -> "SpeculativeResult":
