@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,19 +21,6 @@ from eagle3.evaluation.acceptance import AcceptanceRule, Drawn
 from eagle3.targets.logits import TargetHead
 
 REMEDY = "name the target it was trained for"
-
-
-class Drafter(Protocol):
-    """Proposes drafts in one conversation."""
-
-    def extend(self, aux: Tensor, next_tokens: Tensor) -> None:
-        """Append N rows, for tokens that the target has read: aux [N, 3Ht], and the token after each [N]."""
-
-    def propose(self, count: int, rule: AcceptanceRule) -> Drawn:
-        """Propose a chain of `count` drafts after the last row's next token. `rule` draws each of them."""
-
-
-NewDrafter = Callable[[int], Drafter]  # makes a drafter for a conversation of at most this many tokens
 
 
 class Window(NamedTuple):
@@ -155,7 +142,7 @@ class ChainDrafter:
         self.attention = TTTAttention.over(alone, alone, draft.scale, kernels=kernels)
 
     def extend(self, aux: Tensor, next_tokens: Tensor) -> None:
-        """Append rows: aux [N, 3Ht], next_tokens [N]."""
+        """Append N rows, for tokens that the target has read: aux [N, 3Ht], and the token after each [N]."""
         fused = self.draft.fuse(aux.to(self.prefix.dtype))
         positions = torch.arange(self.rows, self.rows + len(fused), device=fused.device)
         draft = self.at_work
@@ -166,7 +153,8 @@ class ChainDrafter:
         self.hidden, self.next_token, self.position = fused[-1:], next_tokens[-1:], positions[-1:]
 
     def propose(self, count: int, rule: AcceptanceRule) -> Drawn:
-        """See `Drafter.propose`. Runs `count` training-time-test steps on the last row."""
+        """Propose a chain of `count` drafts after the last row's next token, by as many training-time-test steps on
+        that row. `rule` draws each of them."""
         self.draft.draft_config.check_chain(count, "drafted tokens", "draft")
         shared = SharedKeyValue(self.prefix[None, :, : self.rows])
         draft, hidden, token, own = self.at_work, self.hidden, self.next_token, ()
@@ -195,3 +183,6 @@ class ChainDrafter:
         wide = probabilities.new_zeros(len(probabilities), self.draft.draft_config.vocab_size)
         wide[:, self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)] = probabilities
         return wide
+
+
+NewDrafter = Callable[[int], ChainDrafter]  # makes a drafter for a conversation of at most this many tokens

@@ -20,7 +20,7 @@ from eagle3.console import Progress, Say, Warned
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Greedy, Verification
-from eagle3.evaluation.drafter import ChainDrafter, Drafter, NewDrafter
+from eagle3.evaluation.drafter import ChainDrafter, NewDrafter
 from eagle3.planning.costs import Timing
 from eagle3.targets.facts import require_no_state
 from eagle3.targets.transformers import TransformersTarget
@@ -112,7 +112,7 @@ class TargetSession:
 @torch.no_grad()
 def speculative(
     target: TransformersTarget,
-    drafter: Drafter,
+    drafter: ChainDrafter,
     prompt: Tensor,
     rule: AcceptanceRule,
     *,

@@ -3,7 +3,6 @@ it."""
 
 import datetime
 from collections import Counter
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache, partial
 from itertools import chain
@@ -13,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from eagle3.attention.block import BlockKernels
-from eagle3.console import Console, Progress, Say, waiting
+from eagle3.console import Console, waiting
 from eagle3.durable import writing
 from eagle3.jobs.job import Job, start_target
 from eagle3.jobs.prospect import store_encoding
@@ -25,7 +24,7 @@ from eagle3.kernels.proof import Demand
 from eagle3.parallel.topology import Topology, agreed, gathered
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe.schema import Recipe
-from eagle3.states.capture import Wanted, capture, capture_arriving, prefill_batches, require_disk
+from eagle3.states.capture import ShareCourse, Wanted, capture, capture_arriving, prefill_batches, require_disk
 from eagle3.states.rows import Rows
 from eagle3.states.store.check import check_store, remove_flawed
 from eagle3.states.store.folder import MANIFEST
@@ -69,28 +68,6 @@ def watched_capture(recipe: Recipe, topology: Topology) -> AbstractContextManage
         advice="run capture.py again, which continues",
         less_memory="lower hidden_states.prefill_tokens",
     )
-
-
-class ShareCourse:
-    """Progress of this process's share. Prints it, and tells the watchdog what the process is doing.
-
-    samples: number of samples that go through the target
-    tokens: number of tokens to write
-    at: called with a description of what the process is about to do
-    """
-
-    def __init__(self, samples: int, tokens: int, say: Say, at: Callable[[str], None]) -> None:
-        self.progress = Progress(say, "capturing this share", tokens, "tokens")
-        self.samples, self.at, self.count, self.place = samples, at, 0, ""
-
-    def begin(self, samples: int) -> None:
-        self.place = f"capturing sample {self.count + 1} of {self.samples}"
-        self.count += samples
-        self.at(self.place)
-
-    def advance(self, tokens: int) -> None:
-        self.progress.advance(tokens)
-        self.at(self.place)  # repeated, so that a long sample in progress does not look like a hang
 
 
 def fill(

@@ -1,15 +1,13 @@
 """Fill a hidden-state store: form batches of samples, check that they fit on the disk, and capture them."""
 
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from torch import Tensor
-
-from eagle3.console import data_size
+from eagle3.console import Progress, Say, data_size
 from eagle3.errors import UserError
 from eagle3.states.rows import KeptRows, Rows, Target, length_buckets
 from eagle3.states.store.shard import Encoding, taught_rows
@@ -35,17 +33,10 @@ class Wanted(NamedTuple):
         return self.samples[self.place]
 
 
-class Document(Protocol):
-    """What a target has to know of a sample."""
-
-    ids: Tensor  # [T] int64
-    loss_mask: Tensor  # [T] bool
-
-
 class ArrivingTarget(Protocol):
     """A target that prefills documents in its own order, some rows at a time, possibly on several ranks."""
 
-    def arriving(self, documents: Iterable[Document]) -> Iterator[tuple[int, Iterator[Rows | KeptRows | None]]]:
+    def arriving(self, documents: Iterable[Sample]) -> Iterator[tuple[int, Iterator[Rows | KeptRows | None]]]:
         """Yield (index of a document, iterator over consecutive parts of its rows) as documents arrive. A part has all
         rows, or those that training reads. Ranks other than the first get the same number of parts, all of them
         None."""
@@ -91,14 +82,28 @@ def require_disk(folder: Path, samples: Sequence[Wanted], encoding: Encoding) ->
     return f"{prefix}{data_size(need)} to write, {data_size(free)} free"
 
 
-class Course(Protocol):
-    """Receives notice of a capture's progress."""
+class ShareCourse:
+    """Progress of this process's share. Prints it, and tells the watchdog what the process is doing.
+
+    samples: number of samples that go through the target
+    tokens: number of tokens to write
+    at: called with a description of what the process is about to do
+    """
+
+    def __init__(self, samples: int, tokens: int, say: Say, at: Callable[[str], None]) -> None:
+        self.progress = Progress(say, "capturing this share", tokens, "tokens")
+        self.samples, self.at, self.count, self.place = samples, at, 0, ""
 
     def begin(self, samples: int) -> None:
         """The capturing thread starts on the next `samples` samples."""
+        self.place = f"capturing sample {self.count + 1} of {self.samples}"
+        self.count += samples
+        self.at(self.place)
 
     def advance(self, tokens: int) -> None:
         """`tokens` more tokens have been captured; 0 if another rank writes them."""
+        self.progress.advance(tokens)
+        self.at(self.place)  # repeated, so that a long sample in progress does not look like a hang
 
 
 def prefill_batches(samples: dict[str, Wanted], prefill_tokens: int) -> list[list[str]]:
@@ -117,7 +122,7 @@ def prefill_batches(samples: dict[str, Wanted], prefill_tokens: int) -> list[lis
     return batches
 
 
-def capture(target: Target, batches: Iterable[Sequence[Wanted]], writer: StoreWriter, course: Course) -> None:
+def capture(target: Target, batches: Iterable[Sequence[Wanted]], writer: StoreWriter, course: ShareCourse) -> None:
     """Prefill each batch as a whole. The samples that the store lacks are written while the next batch is prefilled."""
 
     def write(batch: Sequence[Sample], rows: Sequence[Rows]) -> None:
@@ -136,7 +141,9 @@ def capture(target: Target, batches: Iterable[Sequence[Wanted]], writer: StoreWr
         writing.result()
 
 
-def capture_arriving(target: ArrivingTarget, samples: Sequence[Wanted], writer: StoreWriter, course: Course) -> None:
+def capture_arriving(
+    target: ArrivingTarget, samples: Sequence[Wanted], writer: StoreWriter, course: ShareCourse
+) -> None:
     """Capture samples in the order in which the target delivers them. All ranks that share `target` call this with the
     same samples. Rows that the target hands to this rank are written as they arrive."""
     in_flight: dict[int, Sample] = {}
@@ -155,7 +162,7 @@ def capture_arriving(target: ArrivingTarget, samples: Sequence[Wanted], writer: 
             writer.add(sample.id, sample.ids, sample.loss_mask, chain([first_part], own_parts))
 
 
-def _followed(parts: Iterable[Rows | KeptRows | None], course: Course) -> Iterator[Rows | KeptRows]:
+def _followed(parts: Iterable[Rows | KeptRows | None], course: ShareCourse) -> Iterator[Rows | KeptRows]:
     """Yield the parts that were handed to this rank, and report the progress of all parts."""
     for part in parts:
         if part is not None:

@@ -21,11 +21,11 @@ from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
 from eagle3.attention.ttt import Ulysses
 from eagle3.errors import SharedUserError, UserError
 from eagle3.parallel.topology import agreed, gathered
-from eagle3.states.capture import Document
 from eagle3.states.rows import Rows
 from eagle3.targets.facts import RECURRENT, length_ropes, recurrent_layers
 from eagle3.targets.logits import check_tokens
 from eagle3.targets.transformers import TransformersTarget
+from eagle3.text.samples import Sample
 from eagle3.transfer import send
 
 # The name under which our attention is registered with transformers while the decoder runs with it.
@@ -265,7 +265,7 @@ class LongPrefill:
         assert len(set(digests)) == 1, "the ranks of a sequence prefill one document together"
         return self._chunks(document, self.chunk_tokens)
 
-    def arriving(self, documents: Iterable[Document]) -> Iterator[tuple[int, Iterator[Rows | None]]]:
+    def arriving(self, documents: Iterable[Sample]) -> Iterator[tuple[int, Iterator[Rows | None]]]:
         """Yield each document's index and its `chunks`, one document after another."""
         for index, document in enumerate(documents):
             yield index, self.chunks(document.ids)

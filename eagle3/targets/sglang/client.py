@@ -24,7 +24,6 @@ from eagle3.console import Warned, counted
 from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.servers import TooSlow
-from eagle3.states.capture import Document
 from eagle3.states.rows import KeptRows, Rows
 from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, fail, spool_bytes, want
 from eagle3.states.store.reader import Location
@@ -32,6 +31,7 @@ from eagle3.states.store.shard import Encoding
 from eagle3.targets.logits import check_tokens
 from eagle3.targets.sglang.asking import Generated, ModelInfo, ask
 from eagle3.targets.sglang.fitness import ServerDiffers
+from eagle3.text.samples import Sample
 
 # How long one sample may take, waiting behind others included; and the short document that servers are compared by.
 ANSWER_SECONDS, PROBE_SECONDS = 3600.0, 600.0
@@ -426,7 +426,7 @@ class SGLangTarget:
         results = {place: Rows.cat([part.rows for part in parts]) for place, parts in arriving}
         return [results[place] for place in range(len(documents))]
 
-    def arriving(self, documents: Iterable[Document]) -> Iterator[tuple[int, Iterator[KeptRows]]]:
+    def arriving(self, documents: Iterable[Sample]) -> Iterator[tuple[int, Iterator[KeptRows]]]:
         """Prefill documents and yield their hidden states in the order in which they arrive.
 
         Yields each document's index and its rows in parts, which must be read before the next document is taken. New
