@@ -76,13 +76,9 @@ def write_text(path: Path, text: str, private: bool = False) -> None:
     write_bytes(path, text.encode("utf-8"), private)
 
 
-def replace_text(path: Path, text: str) -> Path | None:
-    """Like `write_text`, but once `text` is on disk, moves an existing file aside and returns its new path."""
-    return write_bytes(path, text.encode("utf-8"), aside=True)
-
-
 def write_bytes(path: Path, content: bytes, private: bool = False, aside: bool = False) -> Path | None:
-    """Like `write_text` or, with `aside`, like `replace_text`, for bytes."""
+    """Like `write_text`, for bytes. aside: once they are on disk, move an existing file aside and return its new
+    path."""
     moved = None
     with _unfinished(path) as partial:
         with partial.open("wb") as file:

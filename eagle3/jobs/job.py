@@ -21,7 +21,7 @@ from eagle3.recipe.schema import Recipe, Source
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.targets.transformers import TransformersTarget, load_target
 from eagle3.text.encode import SampleEncoder
-from eagle3.text.mixing import Mixed, Part, Share, mixture
+from eagle3.text.mixing import Mixed, Part, mixture
 from eagle3.text.prepare import Prepared, Summary, prepare_samples
 from eagle3.text.samples import SampleSet
 from eagle3.text.standard_library import standard_library_files, standard_library_text
@@ -185,9 +185,8 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
 def _part(source: str | Source, prepared: Prepared) -> Part:
     stored = len(prepared.samples)
     if isinstance(source, str):
-        return Part(source, stored, Share())
-    share = Share(samples=source.samples) if source.weight is None else Share(source.weight)
-    return Part(source.path, stored, share)
+        return Part(source, stored)
+    return Part(source.path, stored, 1.0 if source.weight is None else source.weight, source.samples)
 
 
 def _places_of_answers(known: KnownTarget) -> dict[str, str]:

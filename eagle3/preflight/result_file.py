@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.console import Console
-from eagle3.durable import replace_text, writing
+from eagle3.durable import write_bytes, writing
 from eagle3.errors import UserError
 from eagle3.sealed import KEY
 
@@ -31,7 +31,7 @@ def require_result_place(out: Path) -> None:
 
 def write_result(out: Path, result: dict[str, Any], console: Console) -> None:
     with writing(out, "free space and judge again, or name another file with --out"):
-        aside = replace_text(out, json.dumps(result, indent=2) + "\n")
+        aside = write_bytes(out, f"{json.dumps(result, indent=2)}\n".encode(), aside=True)
     if aside:
         console.result(f"{out} held an earlier result: moved to {aside}")
     console.result(f"written to {out}")

@@ -14,19 +14,14 @@ from eagle3.text.samples import SampleSet
 MOST_TIMES = 1000  # most repetitions of a sample in an epoch
 
 
-class Share(NamedTuple):
-    """What an epoch takes from a source. By default, every sample once."""
-
-    weight: float = 1.0  # how often it takes each sample: 0.5 half of them, 2.5 each twice and half of them once more
-    samples: int | None = None  # how many samples it takes, in place of a weight; more than there are repeat some
-
-
 class Part(NamedTuple):
-    """A source in a set of samples that holds the sources one after another."""
+    """A source in a set of samples that holds the sources one after another. By default, an epoch takes every sample
+    once."""
 
     source: str
     stored: int  # samples of it in the set, held-out ones included
-    share: Share
+    weight: float = 1.0  # how often an epoch takes each: 0.5 half of them, 2.5 each twice and half of them once more
+    samples: int | None = None  # how many samples it takes, in place of a weight; more than there are repeat some
 
 
 class Mixed(NamedTuple):
@@ -57,14 +52,14 @@ def mixture(samples: SampleSet, parts: Sequence[Part], seed: int) -> Mixture:
     bounds, ranks = np.cumsum([0, *(part.stored for part in parts)]), _ranks(samples, seed)
     lengths, supervised = samples.lengths, samples.count(lambda loss_mask: loss_mask)[:, 0]
     chosen, mixed = [], []
-    for (source, _, share), (low, high) in zip(parts, pairwise(bounds), strict=True):
+    for (source, _, weight, taken), (low, high) in zip(parts, pairwise(bounds), strict=True):
         places = np.flatnonzero((samples.indices >= low) & (samples.indices < high))
         if not len(places):
             raise UserError(
                 f"data.train: all samples of {source} are held out; name other data in data.held_out, or leave this "
                 "source out"
             )
-        number = round(share.weight * len(places)) if share.samples is None else share.samples
+        number = round(weight * len(places)) if taken is None else taken
         if number > MOST_TIMES * len(places):
             raise UserError(
                 f"data.train: {number:,} samples of {source} are more than {MOST_TIMES:,} times its "
@@ -73,7 +68,7 @@ def mixture(samples: SampleSet, parts: Sequence[Part], seed: int) -> Mixture:
         if not number:
             raise UserError(
                 f"data.train: {source} has {counted(len(places), 'sample')} to train on, of which a weight of "
-                f"{share.weight:g} leaves none; raise it, or leave this source out"
+                f"{weight:g} leaves none; raise it, or leave this source out"
             )
         times, extra = divmod(number, len(places))
         counts = np.full(len(places), times)

@@ -13,7 +13,7 @@ from tiny_run import conversations, write_recipe
 
 from eagle3.errors import UserError
 from eagle3.recipe.loading import load_recipe
-from eagle3.text.mixing import Mixture, Part, Share, mixture
+from eagle3.text.mixing import Mixture, Part, mixture
 from eagle3.text.samples import SampleSet
 from eagle3.text.vocabulary import choose_vocabulary
 
@@ -35,8 +35,9 @@ def sets() -> list[SampleSet]:
     return [*map(source, SIZES)]
 
 
-def parts(*shares: Share) -> list[Part]:
-    return [Part(*part) for part in zip("abc", SIZES, shares, strict=True)]
+def parts(*shares: dict) -> list[Part]:
+    """shares: what an epoch takes of each source, as fields of Part."""
+    return [Part(*part, **share) for *part, share in zip("abc", SIZES, shares, strict=True)]
 
 
 def times(mixed: Mixture, part: SampleSet) -> list[int]:
@@ -58,7 +59,7 @@ def test_joined_sets_hold_the_samples_of_all_in_order(sets, tmp_path):
 
 
 def test_an_epoch_has_each_source_as_often_as_its_weight_says(sets):
-    shares = [Share(), Share(2.5), Share(samples=7)]
+    shares = [{}, {"weight": 2.5}, {"samples": 7}]
     mixed = mixture(SampleSet.joined(sets), parts(*shares), seed=3)
     once, often, some = (Counter(times(mixed, part)) for part in sets)
     assert (once, often, some) == ({1: 40}, {2: 15, 3: 15}, {1: 7, 0: 13})
@@ -70,13 +71,13 @@ def test_an_epoch_has_each_source_as_often_as_its_weight_says(sets):
     assert sum(each.tokens for each in mixed.sources) == mixed.samples.lengths.sum()
     supervised = sum(int(sample.loss_mask.sum()) for sample in mixed.samples)
     assert sum(each.supervised for each in mixed.sources) == supervised
-    repeated = mixture(SampleSet.joined(sets), parts(Share(), Share(), Share(samples=50)), seed=3)
+    repeated = mixture(SampleSet.joined(sets), parts({}, {}, {"samples": 50}), seed=3)
     assert Counter(times(repeated, sets[2])) == {2: 10, 3: 10}
 
 
 def test_which_samples_are_taken_depends_on_contents_and_seed_alone(sets):
     def taken(seed: int, some: list[SampleSet]) -> set[str]:
-        halved = [Part("x", len(each), Share(0.5 if each is sets[1] else 1.0)) for each in some]
+        halved = [Part("x", len(each), 0.5 if each is sets[1] else 1.0) for each in some]
         chosen = mixture(SampleSet.joined(some), halved, seed).samples.sample_ids
         return set(chosen) & set(sets[1].sample_ids)
 
@@ -85,7 +86,7 @@ def test_which_samples_are_taken_depends_on_contents_and_seed_alone(sets):
 
 def test_held_out_samples_are_in_no_share(sets):
     train, held_out = SampleSet.joined(sets).split_held_out(0.2, seed=0)
-    mixed = mixture(train, parts(Share(3), Share(), Share(0.5)), seed=0)
+    mixed = mixture(train, parts({"weight": 3}, {}, {"weight": 0.5}), seed=0)
     assert len(held_out) > 5 and not set(held_out.sample_ids) & set(mixed.samples.sample_ids)
     assert sum(each.available for each in mixed.sources) == len(train)
     assert mixed.sources[0].used == 3 * mixed.sources[0].available
@@ -95,13 +96,13 @@ def test_a_share_of_nothing_and_one_of_very_much_are_refused(sets):
     with pytest.raises(
         UserError, match="data.train: b has 30 samples to train on, of which a weight of 0.01 leaves none"
     ):
-        mixture(SampleSet.joined(sets), parts(Share(), Share(0.01), Share()), seed=0)
+        mixture(SampleSet.joined(sets), parts({}, {"weight": 0.01}, {}), seed=0)
     with pytest.raises(UserError, match="30,001 samples of b are more than 1,000 times its 30 samples"):
-        mixture(SampleSet.joined(sets), parts(Share(), Share(samples=30_001), Share()), seed=0)
+        mixture(SampleSet.joined(sets), parts({}, {"samples": 30_001}, {}), seed=0)
 
 
 def test_repeated_samples_count_as_often_as_they_are_taken(sets):
-    mixed = mixture(SampleSet.joined(sets), parts(Share(2), Share(samples=70), Share(0.5)), seed=0).samples
+    mixed = mixture(SampleSet.joined(sets), parts({"weight": 2}, {"samples": 70}, {"weight": 0.5}), seed=0).samples
     counts = np.bincount(np.concatenate([sample.ids[sample.loss_mask].numpy() for sample in mixed]), minlength=50)
     vocabulary, share = choose_vocabulary(mixed, 50, 10)
     assert vocabulary.target_ids.tolist() == sorted(np.argsort(-counts, kind="stable")[:10].tolist())
