@@ -2,15 +2,13 @@
 seconds at most, where the hub's client would retry for more than half a minute."""
 
 import functools
-import os
-import socket
 from pathlib import Path
-from urllib.parse import urlsplit
-from urllib.request import getproxies
+
+import httpx2
 
 from eagle3.errors import UserError
 
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 20.0
 DRAFT_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
 
 
@@ -65,18 +63,12 @@ def draft_folder(name: str) -> Path:
 
 @functools.cache
 def require_hub() -> None:
-    """Raises OSError if the hub does not accept a connection or, where a proxy leads to the hub, if the proxy does
-    not."""
+    """Raises OSError if the hub, or the proxy that leads to it, does not answer."""
     from huggingface_hub import constants  # imported here, because it takes long and most commands need no hub
 
     if constants.HF_HUB_OFFLINE:
         return  # the hub's client reports this at once
-    url = urlsplit(constants.ENDPOINT)
-    proxy = getproxies().get(url.scheme)
-    if proxy and url.hostname not in os.environ.get("no_proxy", "").split(","):
-        url = urlsplit(proxy if "://" in proxy else f"//{proxy}")
-    port = url.port or {"http": 80}.get(url.scheme, 443)
     try:
-        socket.create_connection((url.hostname, port), timeout=CONNECT_SECONDS).close()
-    except OSError as error:
-        raise ConnectionError(f"{url.hostname} cannot be reached: {error.strerror or error}") from error
+        httpx2.head(constants.ENDPOINT, timeout=httpx2.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS))
+    except httpx2.TransportError as error:
+        raise ConnectionError(f"{constants.ENDPOINT} cannot be reached: {error}") from error
