@@ -4,7 +4,6 @@ If a recipe does not train on all of a sample's supervised tokens, `Spans` choos
 """
 
 import hashlib
-import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -90,18 +89,12 @@ class TokenFile:
         return values
 
 
-class Column(NamedTuple):
-    """One of the files of a set, which have a row for each sample or token."""
-
-    dtype: str
-    row: tuple[int, ...] = ()  # shape
-
-
+# The files of a set, with the type and shape of a row, which is that of a sample or a token.
 COLUMNS = {
-    "offsets": Column("<i8"),
-    "digests": Column("|u1", (DIGEST_BYTES,)),
-    "ids": Column("<i4"),
-    "loss_mask": Column("|b1"),
+    "offsets": np.dtype("<i8"),
+    "digests": np.dtype(("|u1", (DIGEST_BYTES,))),
+    "ids": np.dtype("<i4"),
+    "loss_mask": np.dtype("|b1"),
 }
 
 
@@ -118,8 +111,7 @@ class SampleWriter:
         self.files = {name: (folder / f"{name}.npy").open("r+b" if samples else "w+b") for name in COLUMNS}
         self._write_headers()
         for name, column in COLUMNS.items():
-            size = np.dtype(column.dtype).itemsize * math.prod(column.row)
-            self.files[name].seek(self._rows(name) * size, os.SEEK_CUR)
+            self.files[name].seek(self._rows(name) * column.itemsize, os.SEEK_CUR)
             self.files[name].truncate()  # a new file of offsets gets a zero by this, which is the first
 
     def __enter__(self) -> Self:
@@ -154,13 +146,13 @@ class SampleWriter:
         return {"offsets": self.samples + 1, "digests": self.samples}.get(name, self.tokens)
 
     def _append(self, name: str, values: np.ndarray) -> None:
-        self.files[name].write(np.ascontiguousarray(values, COLUMNS[name].dtype))
+        self.files[name].write(np.ascontiguousarray(values, COLUMNS[name].base))
 
     def _write_headers(self) -> None:
         """NumPy leaves room in a header for the longest array, so that it can be written again."""
         for name, column in COLUMNS.items():
             self.files[name].seek(0)
-            header = {"descr": column.dtype, "fortran_order": False, "shape": (self._rows(name), *column.row)}
+            header = {"descr": column.base.str, "fortran_order": False, "shape": (self._rows(name), *column.shape)}
             npy.write_array_header_1_0(self.files[name], header)
 
 
