@@ -3,10 +3,9 @@
 import hashlib
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
@@ -14,6 +13,7 @@ import yaml
 import eagle3
 from eagle3.console import without_passwords
 from eagle3.preflight.cluster import Cluster, Finding, owners
+from eagle3.recipe.loading import leaves
 
 # What one rank runs: name of a package, file or key -> its value in readable form.
 Traits = dict[str, str]
@@ -59,7 +59,7 @@ def own_traits(recipe: str, deepspeed: str, packages: Sequence[str]) -> dict[str
     return {
         "versions": versions(packages),
         "code": running_code(),
-        "recipe": dict(_leaves(yaml.safe_load(recipe), "")),
+        "recipe": {key: repr(value) for key, value in leaves(yaml.safe_load(recipe))},
         "deepspeed file": {
             f"line {number}": repr(line.strip()) for number, line in enumerate(deepspeed.splitlines(), 1)
         },
@@ -93,11 +93,3 @@ def _shorten(value: str) -> str:
     because they could no longer be recognised in a URL that was cut off."""
     value = without_passwords(value)
     return value if len(value) <= 60 else f"{value[:40]}... ({_digest(value.encode())})"
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, repr(value)

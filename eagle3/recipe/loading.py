@@ -1,9 +1,9 @@
 """Load recipes from YAML files and command lines, and explain errors in them in one line."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -85,6 +85,15 @@ def _key_of(problem: dict) -> str:
 def dump_recipe(recipe: Recipe) -> str:
     """The resolved recipe as YAML, with every default written out."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+
+
+def leaves(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in nested sections that is no section with keys, as (section.key, value)."""
+    if isinstance(values, dict) and values:
+        for name, inner in values.items():
+            yield from leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, values
 
 
 def apply_override(values: dict, override: str) -> None:

@@ -4,7 +4,7 @@ files."""
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
 from pathlib import Path
@@ -18,7 +18,7 @@ from eagle3.durable import move_aside, require_access, write_bytes, write_text, 
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.preflight.inputs import inputs_of
-from eagle3.recipe.loading import dump_recipe
+from eagle3.recipe.loading import dump_recipe, leaves
 from eagle3.recipe.schema import Recipe
 from eagle3.sealed import DAMAGE, read_sealed, sealed
 from eagle3.training.claim import CLAIM, Claim
@@ -184,13 +184,15 @@ class RunFolder:
         if before is None:
             raise UserError(f"{self.recipe}: damaged; put the run's recipe there (train.py --print-recipe prints it)")
         free = (*FREE_ON_RESUME, *(() if recipe.hidden_states.mode == "stored" else ("hidden_states.path",)))
-        for key, old, new in _differences(before, yaml.safe_load(dump_recipe(recipe))):
-            if not any(key == each or key.startswith(f"{each}.") for each in free):
+        old, new = (dict(leaves(values)) for values in (before, yaml.safe_load(dump_recipe(recipe))))
+        for key in dict.fromkeys([*new, *old]):
+            was, now = old.get(key), new.get(key)
+            if was != now and not any(key == each or key.startswith(f"{each}.") for each in free):
                 afresh = "start afresh: without --resume, or with another output.dir"
                 if resume is Resume.AUTO:
                     afresh = "start afresh with another output.dir (slurm_multi.sh adds --resume auto by itself)"
                 raise UserError(
-                    f"{self.recipe}: {key} was {_value(old)}, now it is {_value(new)}; resume with the value the run "
+                    f"{self.recipe}: {key} was {_value(was)}, now it is {_value(now)}; resume with the value the run "
                     f"began with, or {afresh}"
                 )
 
@@ -302,11 +304,3 @@ def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
 
 def _value(value: Any) -> str:
     return "not set" if value is None else repr(value)
-
-
-def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(before, dict) and isinstance(now, dict):
-        for name in [*now, *(name for name in before if name not in now)]:
-            yield from _differences(before.get(name), now.get(name), f"{key}.{name}" if key else name)
-    elif before != now:
-        yield key, before, now
