@@ -6,7 +6,7 @@ import hashlib
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -280,34 +280,14 @@ def agreed(work: Callable[[], Any] | None, group: dist.ProcessGroup | None = Non
     return result
 
 
-def require_agreement(name: str, identity: bytes, device: torch.device, remedy: str) -> None:
+def require_agreement(name: str, identity: bytes, remedy: str) -> None:
     """Raises SharedUserError on every rank of the job unless `identity` is the same on all. Collective.
 
-    The message names the ranks that differ from the majority (with two ranks, the higher one), and the majority.
-
-    device: where the job's backend exchanges tensors.
+    The message names the ranks that differ from the majority (with two ranks, the higher one).
     """
-    mine = torch.frombuffer(bytearray(hashlib.sha256(identity).digest()), dtype=torch.int64).to(device)
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyones, mine)
-    digests = [tuple(digest) for digest in torch.stack(everyones).tolist()]
+    digests = gathered(hashlib.sha256(identity).digest())
     (common, _), *others = Counter(digests).most_common()
     if others:
-        differing = [rank for rank, digest in enumerate(digests) if digest != common]
-        usual = [rank for rank, digest in enumerate(digests) if digest == common]
-        raise SharedUserError(
-            f"{name}: not the same on all ranks, {_label(differing)} {'differs' if len(differing) == 1 else 'differ'} "
-            f"from {_label(usual)}; {remedy}"
-        )
-
-
-def _label(ranks: Sequence[int]) -> str:
-    """For example `rank 3`, or `ranks 0-3, 8`."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"
+        differing = [str(rank) for rank, digest in enumerate(digests) if digest != common]
+        ranks = f"rank {differing[0]} differs" if len(differing) == 1 else f"ranks {', '.join(differing)} differ"
+        raise SharedUserError(f"{name}: not the same on all ranks, {ranks} from the others; {remedy}")

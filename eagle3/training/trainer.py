@@ -186,7 +186,6 @@ class Trainer:
         require_agreement(
             "order of the samples",
             self.train_loader.order_identity(self._batch(step)),
-            self.topology.device,
             "clear data.cache_dir on that node and start again",
         )
 

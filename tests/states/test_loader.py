@@ -191,12 +191,12 @@ def test_agreeing_ranks_hear_nothing(outcomes):
 @pytest.mark.parametrize(
     ("check", "names"),
     [
-        ("another mask on rank 3", "rank 3 differs from ranks 0-2"),
-        ("rank 0 has one sample fewer", "rank 0 differs from ranks 1-3"),
-        ("another batch on ranks 1 and 3", "ranks 1, 3 differ from ranks 0, 2"),
-        ("everyone differs", "ranks 1-3 differ from rank 0"),
+        ("another mask on rank 3", "rank 3 differs"),
+        ("rank 0 has one sample fewer", "rank 0 differs"),
+        ("another batch on ranks 1 and 3", "ranks 1, 3 differ"),
+        ("everyone differs", "ranks 1, 2, 3 differ"),
     ],
 )
 def test_all_ranks_are_told_in_one_line_which_of_them_differ(outcomes, check, names):
     (line,) = {outcome[check] for outcome in outcomes("agreement", 4)}
-    assert line == f"samples: not the same on all ranks, {names}; prepare again"
+    assert line == f"samples: not the same on all ranks, {names} from the others; prepare again"

@@ -201,7 +201,7 @@ def agree(topology: "Topology") -> dict[str, str | None]:
 
     def complaint(identity: bytes) -> str | None:
         try:
-            require_agreement("samples", identity, topology.device, "prepare again")
+            require_agreement("samples", identity, "prepare again")
         except SharedUserError as mistake:
             return str(mistake)
         return None
