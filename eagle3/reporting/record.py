@@ -1,6 +1,8 @@
 """Reads a run folder once, for the report and the card, and derives acceptance from its contents.
 
-Any of a run's files may be missing, and any number may be null.
+Any of a run's files may be missing, and any number may be null. Files may have been written by a person or a different
+program, so pydantic checks what is read from them and names the key with a problem; the records themselves are used as
+they are.
 """
 
 import json
@@ -11,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, NonNegativeInt, ValidationError
 
 from eagle3.console import all_without_passwords
 from eagle3.draft.config import draft_digest, read_draft_config
@@ -19,7 +21,6 @@ from eagle3.errors import UserError
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.planning.payoff import Cell, PayOff
 from eagle3.recipe.loading import load_recipe
-from eagle3.reporting.schemas import DraftFile, InputDigests, Judgement, Metrics, Sealed, first_problem
 from eagle3.sealed import unsealed
 from eagle3.text.datasets import is_dataset
 from eagle3.training.run_folder import RunFolder
@@ -28,6 +29,34 @@ Record = dict[str, Any]
 
 MOVE_AWAY = "move it away, and report and card are made without it"
 FEW = 1000  # positions; with fewer, the acceptance length is uncertain by more than about 0.05
+
+
+class Contents(BaseModel):
+    """Any JSON object."""
+
+
+class Sealed(Contents):
+    """A sealed record, whose content is as it was written."""
+
+    digest: str
+
+
+class Judgement(Sealed):
+    """The part of a result file that says what was judged."""
+
+    draft: str
+    draft_digest: str
+    target: str
+    target_digest: str
+
+
+class Metrics(Contents, extra="allow"):
+    """A line of metrics.jsonl."""
+
+    step: NonNegativeInt
+    kind: str
+    # A skipped step names its samples.
+    __pydantic_extra__: dict[str, float | list[float | None] | list[str] | None]
 
 
 class Pace(NamedTuple):
@@ -108,7 +137,7 @@ def read_run(path: Path) -> RunRecord:
             "launchers/evaluate.py writes it; the run judged nothing, or has not ended",
         ),
         "by_context": (folder.by_context, Judgement, "launchers/evaluate.py --by-context writes it"),
-        "draft": (folder.export / "config.json", DraftFile, "the run has not ended"),
+        "draft": (folder.export / "config.json", Contents, "the run has not ended"),
     }
     contents = {name: _read_json(file, kind) for name, (file, kind, _) in files.items()}
     if contents["draft"]:
@@ -131,7 +160,7 @@ def read_run(path: Path) -> RunRecord:
 def _difference(folder: RunFolder, judged: Record, exported: str | None) -> str | None:
     """How what was judged differs from the run's export or target; None if it does not. exported: the export's digest;
     None if there is no export."""
-    target = _read_json(folder.inputs, InputDigests).get("model.target", judged["target_digest"])
+    target = _read_json(folder.inputs, Contents).get("model.target", judged["target_digest"])
     known = {"draft": exported, "target": target}
     others = [f"the {name} {judged[name]}" for name, digest in known.items() if judged[f"{name}_digest"] != digest]
     return (
@@ -161,7 +190,7 @@ def _read_metrics(path: Path) -> list[Record]:
     return [_parsed(line, Metrics, f"{path}:{number}", "remove that line") for number, line in enumerate(lines, 1)]
 
 
-def _read_json(path: Path, kind: type[BaseModel]) -> Record:
+def _read_json(path: Path, kind: type[Contents]) -> Record:
     """Read the JSON object in a file; empty if there is no file. A sealed one is stored under its file's stem."""
     return _parsed(_read_text(path), kind, str(path), MOVE_AWAY, path.stem) if path.is_file() else {}
 
@@ -174,7 +203,7 @@ def _read_text(path: Path) -> str:
         raise UserError(f"{path}: damaged (not UTF-8: {error.reason} at byte {error.start}); {MOVE_AWAY}") from error
 
 
-def _parsed(text: str, kind: type[BaseModel], origin: str, remedy: str, key: str = "") -> Record:
+def _parsed(text: str, kind: type[Contents], origin: str, remedy: str, key: str = "") -> Record:
     """Parse the JSON object in a text. Raises UserError if it is not valid JSON, or not of this kind. key: that of a
     sealed record."""
     try:
@@ -187,6 +216,16 @@ def _parsed(text: str, kind: type[BaseModel], origin: str, remedy: str, key: str
     except ValueError as error:
         raise UserError(f"{origin}: damaged ({first_problem(error)}); {remedy}") from error
     return record
+
+
+def first_problem(error: ValueError) -> str:
+    """The first problem, as `key: what is expected, not what is there`; if the text is not JSON, the parser's
+    message."""
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    what = first["msg"] if first["type"] == "missing" else f"{first['msg']}, not {first['input']!r:.60}"
+    return f"{first['loc'][0]}: {what}" if first["loc"] else what
 
 
 def _read_recipe(path: Path) -> tuple[str, Record]:
