@@ -5,6 +5,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+from matplotlib.ticker import FixedLocator
 
 from eagle3.console import counted
 from eagle3.planning.payoff import ESTIMATED, best_cells
@@ -182,8 +183,7 @@ def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
         return None
     values = "; ".join(f"{each.label} {', '.join(f'{share:.2f}' for share in each.y)}" for each in series)
     places = range(1, 1 + max(len(each.y) for each in series))
-    ticks = [(float(place), str(place)) for place in places]
-    axis = Axis("draft position", 0.8, places[-1] + 0.2, ticks, lambda place: f"{place:.0f}")
+    axis = Axis("draft position", 0.8, places[-1] + 0.2, FixedLocator(places), "{:.0f}".format)
     alt = f"{title}, from the first: {values}."
     return Plot(name, title, ABOUT_POSITIONS, alt, axis, share_axis("of verifications"), series)
 

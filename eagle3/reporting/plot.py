@@ -11,7 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import FixedLocator, Locator, LogLocator, MaxNLocator
 
 from eagle3.reporting.record import mean, short, tokens_label
 
@@ -35,15 +35,24 @@ def shades(count: int) -> list[str]:
     return [matplotlib.colors.to_hex(colour) for colour in scale]
 
 
+def tick_name(value: float) -> str:
+    """Label of a tick, for example 0.25, 4012, 12k, 1.5M, 5e-5."""
+    if 0 < abs(value) < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.10g}" if abs(value) < 1e4 else short(value, 4)
+
+
 class Axis(NamedTuple):
     """An axis that goes from `low` to `high`."""
 
     label: str
     low: float
     high: float
-    ticks: Sequence[tuple[float, str]]  # value and label of each tick
+    ticks: Locator
     tell: Callable[[float], str]  # describes a value
-    base: int | None = None  # base of a logarithmic axis
+    tick_name: Callable[[float], str] = tick_name
+    logarithmic: bool = False
 
 
 class Series(NamedTuple):
@@ -96,14 +105,6 @@ def level(label: str, x: Axis, height: float, colour: str = GREY) -> Series:
     return Series(label, np.array([x.low, x.high]), np.array([height, height]), colour, "rule")
 
 
-def tick_name(value: float) -> str:
-    """Label of a tick, for example 0.25, 4012, 12k, 1.5M, 5e-5."""
-    if 0 < abs(value) < 1e-3:
-        mantissa, exponent = f"{value:.2e}".split("e")
-        return f"{float(mantissa):g}e{int(exponent)}"
-    return f"{value:.10g}" if abs(value) < 1e4 else short(value, 4)
-
-
 def short_number(value: float) -> str:
     """The value with about four digits, for example 0.3612, 21.05, 2.000, 4,012, 9.86e-5."""
     if abs(value) >= 1000:
@@ -118,8 +119,7 @@ def step_axis(steps: np.ndarray) -> Axis:
 def count_axis(label: str, counts: np.ndarray, tell: Callable[[float], str] = tick_name) -> Axis:
     """An axis that just covers these whole numbers."""
     low, high = _ends([counts])
-    ticks = MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]).tick_values(low, high)
-    return Axis(label, low, high, _within(ticks, low, high), tell)
+    return Axis(label, low, high, MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]), tell)
 
 
 def number_axis(label: str, values: Sequence[np.ndarray], *, zero: bool = False, logarithmic: bool = False) -> Axis:
@@ -128,25 +128,24 @@ def number_axis(label: str, values: Sequence[np.ndarray], *, zero: bool = False,
     low, high = _ends(values)
     if logarithmic and low > 0 and high > WIDE * low:
         low, high = max(low, high / MOST_SPREAD) / 1.1, high * 1.1
-        ticks = LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)).tick_values(low, high)
-        return Axis(label, low, high, _within(ticks, low, high), short_number, base=10)
+        ticks = LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,))
+        return Axis(label, low, high, ticks, short_number, logarithmic=True)
     low = min(0.0, low) if zero else low - MARGIN * (high - low)
     high += MARGIN * (high - low)
-    ticks = MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]).tick_values(low, high)
-    return Axis(label, low, high, _within(ticks, low, high), short_number)
+    return Axis(label, low, high, MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]), short_number)
 
 
 def share_axis(label: str, most: float = 1.0) -> Axis:
     """An axis from 0 to `most`, in percent."""
-    ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]).tick_values(0, most)
-    return Axis(label, 0, most, _within(ticks, 0, most, lambda tick: f"{100 * tick:g}%"), lambda share: f"{share:.1%}")
+    ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
+    return Axis(label, 0, most, ticks, "{:.1%}".format, lambda tick: f"{100 * tick:g}%")
 
 
 def context_axis(label: str, contexts: np.ndarray) -> Axis:
     """A logarithmic axis with a tick at each context, or at some of them if there are many."""
     every = 1 + (len(contexts) - 1) // 9
-    ticks = [(float(context), tokens_label(context)) for context in contexts[::every]]
-    return Axis(label, float(contexts[0]) / 1.15, float(contexts[-1]) * 1.15, ticks, tokens_label, base=2)
+    low, high = float(contexts[0]) / 1.15, float(contexts[-1]) * 1.15
+    return Axis(label, low, high, FixedLocator(contexts[::every]), tokens_label, tokens_label, logarithmic=True)
 
 
 def _ends(values: Sequence[np.ndarray]) -> tuple[float, float]:
@@ -155,13 +154,6 @@ def _ends(values: Sequence[np.ndarray]) -> tuple[float, float]:
     finite = finite[np.abs(finite) <= MOST]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
     return (low, high) if high > low else (low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5))
-
-
-def _within(
-    ticks: np.ndarray, low: float, high: float, name: Callable[[float], str] = tick_name
-) -> list[tuple[float, str]]:
-    slack = 1e-9 * (high - low)
-    return [(float(tick), name(float(tick))) for tick in ticks if low - slack <= tick <= high + slack]
 
 
 # Drawn by matplotlib --------------------------------------------------------------------------------------------------
@@ -224,10 +216,11 @@ def drawn(plot: Plot, width: float = WIDTH, title: str | None = None) -> Figure:
     figure = Figure(figsize=(width, HEIGHT), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     axes.set_title(title or "", loc="left")
-    for axis, name in ((plot.x, "x"), (plot.y, "y")):
-        values, names = ([tick[side] for tick in axis.ticks] for side in (0, 1))
-        axes.set(**{f"{name}label": axis.label, f"{name}scale": "log" if axis.base else "linear"})
-        axes.set(**{f"{name}lim": (axis.low, axis.high), f"{name}ticks": values, f"{name}ticklabels": names})
+    for axis, name, its_ticks in ((plot.x, "x", axes.xaxis), (plot.y, "y", axes.yaxis)):
+        axes.set(**{f"{name}label": axis.label, f"{name}scale": "log" if axis.logarithmic else "linear"})
+        axes.set(**{f"{name}lim": (axis.low, axis.high)})
+        its_ticks.set_major_locator(axis.ticks)
+        its_ticks.set_major_formatter(lambda value, _, name=axis.tick_name: name(value))
     axes.minorticks_off()
     groups = [list(members) for _, members in itertools.groupby(plot.series, key=lambda series: series.group)]
     looks = [(_label(plot, series), _look(series, place)) for place, series in enumerate(groups[0])]
