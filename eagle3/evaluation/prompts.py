@@ -17,7 +17,6 @@ from eagle3.errors import UserError
 from eagle3.objective.losses import SHORTEST, contexts_up_to
 from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, read_conversations
-from eagle3.text.rows import KINDS
 from eagle3.text.samples import SampleSet
 from eagle3.text.template import Choices, Unusable, as_template_reads, choose_template, renderer
 
@@ -72,8 +71,6 @@ def read_prompts(
 
     Raises UserError for a file or row that cannot be read or rendered, and for a prompt that is too long.
     """
-    if not path.is_file():
-        raise UserError(f"--prompts {path}: no such file; name a {', '.join(KINDS)} or .txt file")
     conversations = _questions(path) if path.suffix == ".txt" else read_conversations([str(path)])
     if other_form:
         conversations = [_in_other_form(conversation) for conversation in conversations]

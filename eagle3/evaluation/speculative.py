@@ -371,12 +371,11 @@ def decode_conversations(
 ) -> list[DecodedConversation]:
     """Decode every prompt (int64 [P]) speculatively and plainly.
 
+    prompts: each with room for its answer in the target's context (see `prompts.longest_prompt`)
     report: gets progress lines that begin with `task`
-
-    Raises UserError for a prompt that is empty, or leaves no room for its answer in the target's context.
     """
     draft_tokens, new_tokens, sampling = decoding.draft_tokens, decoding.new_tokens, decoding.sampling
-    _check(target, prompts, draft_tokens, new_tokens)
+    assert draft_tokens and new_tokens > 1 and prompts and all(map(len, prompts)), "the recipe and prompts.py see to it"
     rule, plain_rule = (sampling.rule(target.device) for _ in range(2))
     progress = Progress(report, task, len(prompts), "conversations")
     decoded: list[DecodedConversation] = []
@@ -420,23 +419,6 @@ def compare(tokens: Sequence[int], plain: PlainOutput) -> Verdict:
         return verdict
     near = plain.logits[first] >= plain.logits[first, 0] - plain.resolution[first]
     return "tie" if tokens[first] in plain.candidates[first][near].tolist() else "mismatch"
-
-
-def _check(target: TransformersTarget, prompts: Sequence[Tensor], draft_tokens: int, new_tokens: int) -> None:
-    assert draft_tokens >= 1 and new_tokens >= 1
-    if new_tokens < 2:
-        raise UserError(f"evaluation.new_tokens: {new_tokens} leaves nothing to verify; set it to 2 or more")
-    if not prompts:
-        raise UserError("evaluation: there are no conversations to decode; name some in data.held_out")
-    context = getattr(target.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    for number, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise UserError(f"evaluation: prompt {number} has no tokens; leave it out")
-        if context and len(prompt) + new_tokens - 1 + draft_tokens > context:  # end of the last possible chain
-            raise UserError(
-                f"evaluation: prompt {number} has {len(prompt)} tokens, so {new_tokens} new and {draft_tokens} draft "
-                f"tokens exceed the context of {context}; use shorter prompts or lower evaluation.new_tokens"
-            )
 
 
 def first_difference(tokens: Sequence[int], plain: Sequence[int]) -> tuple[Verdict | None, int]:

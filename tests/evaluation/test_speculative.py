@@ -433,16 +433,7 @@ def test_a_draft_of_another_target_is_refused(pair):
 
 def test_conversations_that_cannot_be_judged_are_refused(pair, monkeypatch):
     draft, d2t, _ = pair.draft()
-    short = dataclasses.replace(pair, prompts=[])
-    with pytest.raises(UserError, match="no conversations"):
-        short.decode(draft, d2t)
-    with pytest.raises(UserError, match="prompt 1 has no tokens"):
-        dataclasses.replace(pair, prompts=[pair.prompts[0], pair.prompts[0][:0]]).decode(draft, d2t)
-    with pytest.raises(UserError, match="prompt 0 has 231 tokens, .* context of 256"):
-        dataclasses.replace(pair, prompts=[torch.ones(231, dtype=torch.long)]).decode(draft, d2t)
     assert dataclasses.replace(pair, prompts=[torch.ones(230, dtype=torch.long)]).decode(draft, d2t).lossless
-    with pytest.raises(UserError, match="new_tokens: 1 leaves nothing"):
-        pair.decode(draft, d2t, new_tokens=1)
     firsts = [plain_greedy(pair.target, prompt, new_tokens=1).tokens[0] for prompt in pair.prompts]
     monkeypatch.setattr(pair.target.model.generation_config, "eos_token_id", firsts)
     with pytest.raises(UserError, match="ends all 4 conversations with their first token"):
