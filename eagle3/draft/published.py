@@ -27,9 +27,10 @@ def plain_tensors(tensors: dict[str, Tensor], config: DraftConfig, origin: str) 
     for name, tensor in tensors.items():
         if not IGNORED.search(name):
             named |= _split(_plain_name(name), tensor, config)
-    if "lm_head.weight" not in named and "embed_tokens.weight" in named and _is_whole(config):  # tied
-        named["lm_head.weight"] = named["embed_tokens.weight"]
-    return named | _vocabulary(named, config, origin)
+    if config.draft_vocab_size == config.vocab_size and "embed_tokens.weight" in named:  # may be tied
+        named.setdefault("lm_head.weight", named["embed_tokens.weight"])
+    d2t, t2d = named.get("d2t"), named.get("t2d")
+    return named | vocabulary_tables(d2t, t2d, config.draft_vocab_size, config.vocab_size, origin)
 
 
 def _plain_name(name: str) -> str:
@@ -52,33 +53,32 @@ def _split(name: str, tensor: Tensor, config: DraftConfig) -> dict[str, Tensor]:
     return {name: tensor}
 
 
-def _is_whole(config: DraftConfig) -> bool:
-    """Whether the draft predicts all tokens of the target."""
-    return config.draft_vocab_size == config.vocab_size
-
-
-def _vocabulary(named: dict[str, Tensor], config: DraftConfig, origin: str) -> dict[str, Tensor]:
-    """d2t as offsets, and t2d. One of them may be missing; both, if the draft predicts all tokens of the target."""
-    d2t, t2d, places = named.get("d2t"), named.get("t2d"), torch.arange(config.draft_vocab_size)
+def vocabulary_tables(
+    d2t: Tensor | None, t2d: Tensor | None, size: int, target_size: int, origin: str
+) -> dict[str, Tensor]:
+    """d2t as offsets, and t2d, of `size` draft tokens. One of them may be missing; both, if these are all tokens of the
+    target. Raises UserError, naming `origin`, if they contradict each other or these numbers."""
+    places = torch.arange(size)
     if t2d is not None:
         ids = t2d.bool().nonzero().flatten()
     elif d2t is not None:
-        ids = _target_ids(d2t.long(), config.vocab_size)
-    elif _is_whole(config):
+        ids = _target_ids(d2t.long(), target_size)
+    elif size == target_size:
         ids = places
     else:
         raise UserError(
-            f"{origin}: d2t and t2d are missing, which say what its {len(places):,} tokens are in the target's "
+            f"{origin}: d2t and t2d are missing, which say what its {size:,} tokens are in the target's "
             "vocabulary; name a complete EAGLE3 draft"
         )
-    right = len(ids) == len(places) and bool((ids.diff() > 0).all())
-    right = right and 0 <= int(ids[0]) <= int(ids[-1]) < config.vocab_size
-    right = right and (t2d is None or len(t2d) == config.vocab_size)
+    right = 0 < len(ids) == size and bool((ids.diff() > 0).all())
+    right = right and 0 <= int(ids[0]) <= int(ids[-1]) < target_size
+    right = right and (t2d is None or len(t2d) == target_size)
     if not right or (d2t is not None and not any(torch.equal(d2t.long(), form) for form in (ids, ids - places))):
         raise UserError(
-            f"{origin}: d2t and t2d do not agree with each other or with config.json; name a complete EAGLE3 draft"
+            f"{origin}: d2t and t2d do not agree with each other, or with {size:,} draft tokens of the target's "
+            f"{target_size:,}; name those of a complete EAGLE3 draft for this target"
         )
-    return {"d2t": ids - places, "t2d": torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)}
+    return {"d2t": ids - places, "t2d": torch.zeros(target_size, dtype=torch.bool).index_fill(0, ids, True)}
 
 
 def _target_ids(d2t: Tensor, vocab_size: int) -> Tensor:

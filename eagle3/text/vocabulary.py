@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from eagle3.console import Progress
+from eagle3.draft.published import vocabulary_tables
 from eagle3.durable import require_access, write_bytes
 from eagle3.errors import UserError
 from eagle3.text.samples import SampleSet
@@ -50,13 +51,8 @@ def choose_vocabulary(
     supervised tokens that they account for.
 
     Ties go to the lowest ids, which also fill the vocabulary if fewer than `size` tokens are ever supervised. report:
-    gets progress lines. Raises UserError if `size` or a token id in the samples exceeds the target's vocabulary.
+    gets progress lines. Raises UserError if a token id in the samples exceeds the target's vocabulary.
     """
-    if not 1 <= size <= target_vocab_size:
-        raise UserError(
-            f"model.draft.vocab_size: {size} draft tokens of a target vocabulary of {target_vocab_size}; set it between"
-            f" 1 and {target_vocab_size}"
-        )
     counts = _supervised_counts(samples, target_vocab_size, report)
     target_ids = np.sort(np.argsort(-counts, kind="stable")[:size])
     t2d = torch.from_numpy(np.isin(np.arange(target_vocab_size), target_ids))
@@ -76,28 +72,18 @@ def save_vocabulary(vocabulary: DraftVocabulary, path: Path) -> None:
 
 
 def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
-    """Read d2t and t2d from a safetensors file, such as an exported draft. Raises UserError if they do not fit."""
+    """Read d2t and t2d, or one of them, from a safetensors file, such as an exported draft. Raises UserError if they do
+    not fit."""
     require_access(path)
     try:
         tensors = load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error}); name one with d2t and t2d") from error
-    if not {"d2t", "t2d"} <= tensors.keys():
+    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
+    if d2t is None and t2d is None:
         raise UserError(f"{path}: holds {', '.join(sorted(tensors)) or 'nothing'}, not d2t and t2d; name another file")
-    d2t, t2d = tensors["d2t"].long(), tensors["t2d"].bool()
-    if d2t.dim() != 1 or t2d.dim() != 1 or not len(d2t):
-        raise UserError(f"{path}: d2t has shape {tuple(d2t.shape)}, t2d {tuple(t2d.shape)}; both must be vectors")
-    if len(t2d) != target_vocab_size:
-        raise UserError(
-            f"{path}: t2d is for {len(t2d)} target tokens, the target has {target_vocab_size}; name its own"
-        )
-    vocabulary = DraftVocabulary(d2t, t2d)
-    target_ids = vocabulary.target_ids
-    if (target_ids.diff() <= 0).any() or target_ids[0] < 0 or target_ids[-1] >= target_vocab_size:
-        raise UserError(f"{path}: d2t does not ascend within the {target_vocab_size} target tokens; make the file anew")
-    if not torch.equal(t2d.nonzero().flatten(), target_ids):
-        raise UserError(f"{path}: t2d marks {int(t2d.sum())} tokens that are not d2t's {len(d2t)}; make the file anew")
-    return vocabulary
+    size = int(t2d.sum()) if d2t is None else len(d2t)
+    return DraftVocabulary(**vocabulary_tables(d2t, t2d, size, target_vocab_size, str(path)))
 
 
 def _supervised_counts(samples: SampleSet, target_vocab_size: int, report: Callable[[str], None]) -> np.ndarray:
