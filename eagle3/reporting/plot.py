@@ -95,9 +95,7 @@ def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     nan."""
     if len(steps) <= MOST_POINTS:
         return steps, values
-    edges = np.linspace(0, len(steps), MOST_POINTS + 1).astype(int)
-    runs = [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-    return np.array([steps[run].mean() for run in runs]), np.array([mean(values[run]) for run in runs])
+    return tuple(np.array([*map(mean, np.array_split(each, MOST_POINTS))]) for each in (steps, values))
 
 
 def level(label: str, x: Axis, height: float, colour: str = GREY) -> Series:

@@ -411,6 +411,4 @@ def short(value: float, digits: int = 3) -> str:
 
 def mean(values: np.ndarray) -> np.ndarray:
     """Mean over the first axis, ignoring nan; nan where every value is nan."""
-    known = ~np.isnan(values)
-    counts = known.sum(0)
-    return np.where(counts > 0, np.where(known, values, 0).sum(0) / np.maximum(counts, 1), np.nan)
+    return np.ma.filled(np.ma.masked_invalid(values).mean(0), np.nan)
