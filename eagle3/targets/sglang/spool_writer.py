@@ -5,7 +5,6 @@ import shutil
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple, Self
@@ -73,7 +72,9 @@ class SpoolWriter:
         self.waiting = 0
         self.room = threading.Condition()
         self.encoders = ThreadPoolExecutor(ENCODING_THREADS, thread_name_prefix="spool-encode")
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="spool", initializer=partial(_use_device, _device()))
+        # Without this, the thread's GPU would be the machine's first, whichever this rank's is.
+        own_gpu = (torch.cuda.set_device, (torch.cuda.current_device(),)) if torch.cuda.is_available() else ()
+        self.thread = ThreadPoolExecutor(1, "spool", *own_gpu)
         self.copies: torch.cuda.Stream | None = None  # made with the first rows on a GPU
 
     def take(self, share: RequestRows, ids: Tensor, rows: Rows) -> None:
@@ -200,17 +201,6 @@ class SampleShard(ShardWriter):
     def discard(self) -> None:
         super().discard()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _device() -> int | None:
-    """The GPU of this rank; None on a CPU."""
-    return torch.cuda.current_device() if torch.cuda.is_available() else None
-
-
-def _use_device(device: int | None) -> None:
-    """In a thread of this rank, whose GPU would otherwise be the first."""
-    if device is not None:
-        torch.cuda.set_device(device)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
