@@ -167,9 +167,9 @@ def _make(
     with waiting(report, "demo target: making a tokenizer"):
         tokenizer = byte_level_tokenizer(rows, demo.vocab_size, demo.context)
     with waiting(report, "demo target: tokenising its text"):
-        documents = _documents(tokenizer, rows, demo.context, "data.train")
-        short_documents = _documents(tokenizer, rows, demo.short_context, "data.train") if demo.short_context else []
-        held_out_documents = _documents(tokenizer, held_out, demo.context, "data.held_out")
+        documents = _documents(tokenizer, rows, demo.context)
+        short_documents = _documents(tokenizer, rows, demo.short_context) if demo.short_context else []
+        held_out_documents = _documents(tokenizer, held_out, demo.context)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(demo.seed)
         ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -222,17 +222,14 @@ def _spread(conversations: list[dict], count: int) -> list[dict]:
 def byte_level_tokenizer(rows: list[dict], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE of `vocab_size` tokens on the rows, with a ChatML template. Any text round-trips.
 
-    Raises UserError if `vocab_size` has no room for 256 bytes and three special tokens, or if there is too little text.
+    Raises UserError if there is too little text.
     """
-    special = [PADDING, TURN_START, TURN_END]
-    if vocab_size < 256 + len(special):
-        raise UserError(f"model.demo.vocab_size: {vocab_size} has no room for 256 bytes and 3 marks; give at least 259")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=special,
+        special_tokens=[PADDING, TURN_START, TURN_END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -253,16 +250,9 @@ def byte_level_tokenizer(rows: list[dict], vocab_size: int, context: int) -> Pre
     )
 
 
-def _documents(tokenizer: PreTrainedTokenizerFast, rows: list[dict], longest: int, key: str) -> list[torch.Tensor]:
+def _documents(tokenizer: PreTrainedTokenizerFast, rows: list[dict], longest: int) -> list[torch.Tensor]:
     """Tokenise rows into documents (int64) of at most `longest` tokens: the beginning of a rendered conversation, or
-    all of a file, in pieces. Every document begins at position 0, as texts do when the target is used.
-
-    key: the recipe's name for the rows, for error messages
-
-    Raises UserError if there are no rows.
-    """
-    if not rows:
-        raise UserError(f"{key}: no text for the demo target; give it at least one row")
+    all of a file, in pieces. Every document begins at position 0, as texts do when the target is used."""
     texts = [row.get("text") or tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows]
     documents = []
     for row, ids in zip(rows, tokenizer(texts, verbose=False)["input_ids"], strict=True):

@@ -29,7 +29,8 @@ class Demo(Section):
         "conversations",
         description="what it trains on: conversations about the library's code, or its whole source files",
     )
-    vocab_size: Count = Field(1024, description="size of its byte-level BPE vocabulary")
+    # At least 256 bytes and three special tokens.
+    vocab_size: Annotated[int, Field(ge=259)] = Field(1024, description="size of its byte-level BPE vocabulary")
     hidden_size: Count = 192
     intermediate_size: Count = 512
     layers: Annotated[int, Field(ge=4)] = 4

@@ -318,18 +318,12 @@ def test_the_rate_rises_to_one_and_falls_towards_zero():
         ({"heads": 3}, "heads 3"),
         ({"key_value_heads": 4}, "key_value_heads 4"),
         ({"batch_tokens": 31}, "batch_tokens: 31"),
-        ({"vocab_size": 258}, "vocab_size: 258"),
         ({"vocab_size": 30000}, "vocab_size: 30000"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_name_and_value(tmp_path, changes, named):
     with pytest.raises(UserError, match=named):
         _demo(tmp_path, **changes)
-
-
-def test_no_held_out_text_is_refused(tmp_path):
-    with pytest.raises(UserError, match="data.held_out"):
-        demo_target(TALKS, [], Demo(**TINY), cache_dir=tmp_path, report=lambda line: None)
 
 
 def test_the_answers_are_what_the_saved_target_says_when_asked_alone(tmp_path):
