@@ -91,7 +91,9 @@ class Trainer:
         """Trains to the last step, starting from the newest intact checkpoint if `resume`. If any rank got a signal in
         `stop`, writes a checkpoint and raises RunStopped on every rank."""
         start = self._resume() if resume else 0
-        self._require_agreement(start)
+        # before the ranks train on different samples
+        order = self.train_loader.order_identity(self._batch(start))
+        require_agreement("order of the samples", order, "clear data.cache_dir on that node and start again")
         tracker = agreed(self._tracker if self.topology.is_first else None)
         self.console(
             f"in step lines loss is the weighted sum over {self.training.ttt_steps} TTT steps; accepted drafts are "
@@ -180,14 +182,6 @@ class Trainer:
         if changed := changes(self.course.kernels, kernels):
             self.console.warn(f"kernels have changed since step {resumed.step}, so rounding differs ({changed})")
         self.course.kernels = kernels
-
-    def _require_agreement(self, step: int) -> None:
-        """Raises on every rank if the ranks are about to train on different samples at `step`."""
-        require_agreement(
-            "order of the samples",
-            self.train_loader.order_identity(self._batch(step)),
-            "clear data.cache_dir on that node and start again",
-        )
 
     def _batch(self, step: int) -> list[Drawn]:
         return draw_batch(step, len(self.train_loader.samples), self.training.global_batch_size, self.recipe.data.seed)
