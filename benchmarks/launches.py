@@ -52,6 +52,7 @@ ROOMS = (
     ("prefix attention", ("attention/",)),
     ("exchange", ("deepspeed ",)),
     ("rope", ("draft/rope",)),
+    ("SwiGLU", ("draft/swiglu", "draft/fused_swiglu")),
 )
 CHOICES = {
     "recompute": get_args(Recompute),

@@ -24,7 +24,7 @@ from eagle3.attention.shared import SharedWeight
 from eagle3.attention.ttt import KeyValue
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.rope import RotaryEmbedding, Rotation
-from eagle3.draft.swiglu import swiglu
+from eagle3.draft.swiglu import SwiGLU, swiglu
 
 AUX_LAYERS = 3
 INITIAL_SCALE = 0.02
@@ -155,12 +155,14 @@ class DraftPass:
     token alone, so it is a call of its own (`embedded`), whose result steps that meet the token can share.
 
     exact: whether gradients of weights are summed in fp32 or wider, not in the weights' dtype.
+    swiglu: None: the usual kernel.
     """
 
-    def __init__(self, draft: Eagle3Draft, exact: bool = True) -> None:
+    def __init__(self, draft: Eagle3Draft, exact: bool = True, swiglu: SwiGLU | None = None) -> None:
         attention, mlp = draft.layer.self_attention, draft.layer.mlp
         projections = [linear.weight for linear in (attention.linear_q, attention.linear_k, attention.linear_v)]
         sizes = [len(weight) for weight in projections]
+        self.swiglu = swiglu
         self.draft, self.layer, self.tensor, self.sizes = draft, draft.layer, draft.pg_collection.tp, sizes
         self.all, self.queries, self.keys = slice(None), slice(0, sizes[0]), slice(sizes[0], None)
         halves = torch.cat(projections).chunk(2, 1)
@@ -224,7 +226,7 @@ class DraftPass:
 
     def mlp(self, x: Tensor) -> Tensor:
         """Maps x [Q, H] to [Q, H]."""
-        x = swiglu(self.fc1.product(self._to_heads(x)))
+        x = swiglu(self.fc1.product(self._to_heads(x)), self.swiglu)
         return reduce_from_tensor_model_parallel_region(self.fc2.product(x), self.tensor)
 
     def _to_heads(self, x: Tensor) -> Tensor:

@@ -16,14 +16,18 @@ from eagle3.attention import block, cuda, own, plain
 from eagle3.attention.block import BlockKernels, block_candidates
 from eagle3.attention.own import own_candidates
 from eagle3.console import Console
+from eagle3.draft import swiglu
+from eagle3.draft.swiglu import swiglu_candidates
 from eagle3.durable import file_digest, write_text
 from eagle3.errors import SharedUserError
 from eagle3.kernels import blocks, loss, proof
 from eagle3.kernels import own as own_proof
+from eagle3.kernels import swiglu as swiglu_proof
 from eagle3.kernels.blocks import prove_blocks
 from eagle3.kernels.loss import prove_loss
 from eagle3.kernels.own import prove_own
 from eagle3.kernels.proof import Demand, Verdict
+from eagle3.kernels.swiglu import prove_swiglu
 from eagle3.objective import distill, softmaxes
 from eagle3.objective.distill import loss_candidates
 from eagle3.objective.model import Kernels
@@ -31,25 +35,29 @@ from eagle3.parallel.topology import gathered
 from eagle3.parsing import parse_json
 from eagle3.preflight.sameness import versions
 
-OWN, LOSS = "own", "loss"
+OWN, SWIGLU, LOSS = "own", "swiglu", "loss"
+OTHERS = (OWN, SWIGLU, LOSS)
 OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
+MODULES = (block, cuda, own, plain, swiglu, distill, softmaxes, proof, blocks, own_proof, swiglu_proof, loss)
+# The import of the last three needs Triton.
 SOURCES = [
-    Path(module.__file__) for module in (block, cuda, own, plain, distill, softmaxes, proof, blocks, own_proof, loss)
+    *(Path(module.__file__) for module in MODULES),
+    Path(own.__file__).with_name("fused_own.py"),
+    Path(swiglu.__file__).with_name("fused_swiglu.py"),
+    Path(distill.__file__).with_name("fused.py"),
 ]
-# Their import needs Triton.
-SOURCES += [Path(own.__file__).with_name("fused_own.py"), Path(distill.__file__).with_name("fused.py")]
 DRIVER = Path("/proc/driver/nvidia/version")
 SETTINGS = ("NVIDIA_TF32", "CUBLAS", "TORCH_BLAS", "FLASH_ATTENTION")  # environment variables that change kernels
 
 NONE_RIGHT = "free memory of the GPU, update torch and the driver, or use another GPU"  # remedy
 
-Table = Mapping[str, Sequence[Verdict]]  # verdicts by kind of block, `OWN` and `LOSS`
+Table = Mapping[str, Sequence[Verdict]]  # verdicts by kind of block, and for `OTHERS`
 Names = Mapping[str, str | None]  # of the kernels that are used, likewise
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """The kernels that may be used, by kind of block, and for own keys and the loss; the usual ones first."""
+    """The kernels that may be used, by kind of block, and for own keys, SwiGLU and the loss; the usual ones first."""
 
     of_kind: Mapping[str, Sequence[Any]]
 
@@ -60,13 +68,14 @@ class Candidates:
         if demand.window is None:
             of_kind["windowed"] = []
         of_kind[OWN] = own_candidates(device, demand.dtype) if demand.steps > 1 else []
+        of_kind[SWIGLU] = swiglu_candidates(device, demand.dtype) if demand.steps else []
         of_kind[LOSS] = loss_candidates(device, demand.dtype) if demand.columns else []
         return cls(of_kind) if pinned == "auto" else cls(of_kind)._pinned(pinned)
 
     def _pinned(self, name: str) -> "Candidates":
         of_name = {kind: [each for each in kernels if each.name == name] for kind, kernels in self.of_kind.items()}
         if not any(of_name.values()):
-            known = {each.name for kind, kernels in self.of_kind.items() if kind not in (OWN, LOSS) for each in kernels}
+            known = {each.name for kind, kernels in self.of_kind.items() if kind not in OTHERS for each in kernels}
             raise SharedUserError(
                 f"training.kernels: {name!r} does not run on this device, or not in this training.dtype, or not with "
                 f"this head_dim; set it to {', '.join(sorted(known - {'cpu'}))} or auto"
@@ -79,16 +88,17 @@ class Candidates:
     def kernels(self, names: Names) -> Kernels:
         by_name = {kind: {each.name: each for each in kernels} for kind, kernels in self.of_kind.items()}
         found = {kind: by_name[kind].get(name) for kind, name in names.items()}
-        own, loss = found.pop(OWN), found.pop(LOSS)
-        return Kernels(BlockKernels(**found), own, loss)
+        others = [found.pop(kind) for kind in OTHERS]
+        return Kernels(BlockKernels(**found), *others)
 
     @torch.enable_grad()
     def prove(self, demand: Demand, group: dist.ProcessGroup, device: torch.device, timed: bool) -> Table:
         """Verdicts on all of them, from this rank alone. group: of this rank alone."""
-        blocks = {kind: each for kind, each in self.of_kind.items() if kind not in (OWN, LOSS)}
+        blocks = {kind: each for kind, each in self.of_kind.items() if kind not in OTHERS}
         return {
             **{kind: prove_blocks(kind, each, demand, device, timed) for kind, each in blocks.items()},
             OWN: prove_own(self.of_kind[OWN], demand, device, timed),
+            SWIGLU: prove_swiglu(self.of_kind[SWIGLU], demand, device, timed),
             LOSS: prove_loss(self.of_kind[LOSS], demand, group, device, timed),
         }
 
@@ -102,19 +112,21 @@ class Choice:
 
     @property
     def names(self) -> Names:
-        own, loss = self.kernels.own, self.kernels.loss
-        return {**self.kernels.blocks.names, OWN: own and own.name, LOSS: loss and loss.name}
+        others = {kind: getattr(self.kernels, kind) for kind in OTHERS}
+        return {**self.kernels.blocks.names, **{kind: kernel and kernel.name for kind, kernel in others.items()}}
 
     @property
     def line(self) -> str:
-        """For example `attention: flash (full, causal), efficient (masked); loss: fused`; without a loss, the first
-        part."""
+        """For example `attention: flash (full, causal), efficient (masked), fused (own); swiglu: fused; loss: fused`;
+        without a draft, the first part."""
         kinds: dict[str, list[str]] = {}
         for kind, name in self.names.items():
-            if kind != LOSS and name is not None:
+            if kind not in (SWIGLU, LOSS) and name is not None:
                 kinds.setdefault(name, []).append(kind)
         attention = ", ".join(f"{name} ({', '.join(of)})" for name, of in kinds.items())
-        return f"attention: {attention}" + (f"; loss: {self.names[LOSS]}" if self.names[LOSS] else "")
+        return f"attention: {attention}" + "".join(
+            f"; {kind}: {self.names[kind]}" for kind in (SWIGLU, LOSS) if self.names[kind]
+        )
 
     @property
     def warnings(self) -> list[str]:
@@ -211,7 +223,7 @@ def changes(before: Names, now: Names) -> str:
 
 
 def described(kind: str) -> str:
-    return {LOSS: "the loss", OWN: "own keys"}.get(kind, f"{kind} blocks of attention")
+    return {LOSS: "the loss", OWN: "own keys", SWIGLU: "SwiGLU"}.get(kind, f"{kind} blocks of attention")
 
 
 def plain_values(table: Table) -> dict[str, list[dict[str, Any]]]:

@@ -12,6 +12,7 @@ from eagle3.attention.own import OwnKernel
 from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
+from eagle3.draft.swiglu import SwiGLU
 from eagle3.objective.distill import Distilled, LossBlocks, StepWeights, Teacher, distill
 from eagle3.objective.recompute import MemoryPlan, chunk_tokens
 from eagle3.objective.softmaxes import LossKernel
@@ -94,10 +95,11 @@ class BatchMaker:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes attention and loss; None: whatever is usual on the device."""
+    """What computes attention, SwiGLU and loss; None: whatever is usual on the device."""
 
     blocks: BlockKernels | None = None
     own: OwnKernel | None = None
+    swiglu: SwiGLU | None = None
     loss: LossKernel | None = None
 
 
@@ -116,7 +118,7 @@ class DraftObjective(nn.Module):
         kernels: Kernels = Kernels(),
     ) -> None:
         super().__init__()
-        self.draft, self.tensor, self.memory = draft, topology.tensor, memory
+        self.draft, self.tensor, self.memory, self.swiglu = draft, topology.tensor, memory, kernels.swiglu
         self.loss_blocks = LossBlocks(memory.block_bytes, kernels.loss)
         self.chunk = chunk_tokens(draft.draft_config, self.tensor.size(), draft.fc.weight.dtype, memory.block_bytes)
         self.attention = TTTAttention.over(
@@ -124,7 +126,7 @@ class DraftObjective(nn.Module):
         )
 
     def forward(self, batch: MicroBatch, weights: StepWeights) -> Distilled:
-        outputs = unroll(self.draft, self.attention, batch.inputs, self.memory.recompute, self.chunk)
+        outputs = unroll(self.draft, self.attention, batch.inputs, self.memory.recompute, self.chunk, self.swiglu)
         return self.distilled(outputs, batch, weights)
 
     def distilled(self, outputs: Sequence[Tensor], batch: MicroBatch, weights: StepWeights) -> Distilled:

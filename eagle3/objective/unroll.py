@@ -12,6 +12,7 @@ from eagle3.attention.shared import SharedRows
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.model import DraftPass, Eagle3Draft
 from eagle3.draft.rope import Rotation
+from eagle3.draft.swiglu import SwiGLU
 from eagle3.objective.recompute import ChunkedWork, Cut, Recompute, Step, cut_rows
 from eagle3.objective.streaming import StreamedRows
 from eagle3.parallel.sequence import NextTokens, SequencePlan, Stream
@@ -101,6 +102,7 @@ def unroll(
     inputs: UnrollInputs,
     recompute: Recompute = "none",
     chunk: int | None = None,
+    swiglu: SwiGLU | None = None,
 ) -> tuple[Tensor, ...]:
     """Runs the K steps. Returns their hidden outputs [Q, H]; `draft.output_norm` turns them into lm_head's input.
 
@@ -109,10 +111,11 @@ def unroll(
 
     recompute: what is run again in the backward pass instead of being saved (see Step).
     chunk: tokens of position-wise work at once; ignored if nothing is recomputed.
+    swiglu: None: the usual kernel.
     """
     rows, queries = len(inputs.plan.rows), len(inputs.query_positions)
     chunk = max(rows, queries) if recompute == "none" or chunk is None else chunk
-    at_work = DraftPass(draft, exact=recompute != "none")
+    at_work = DraftPass(draft, exact=recompute != "none", swiglu=swiglu)
     steps = torch.arange(len(inputs.query_tokens), device=inputs.query_positions.device)
     at_once = recompute == "none"
     rotations = at_work.rotation((inputs.query_positions + steps[:, None]).flatten()) if at_once else None

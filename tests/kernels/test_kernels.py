@@ -9,7 +9,7 @@ import pytest
 import torch
 from cuda_operators import ByDefinition
 from places import SUPPORT
-from planted_kernels import ATTENTION_FAULTS, DEMAND, LOSS_FAULTS, OWN_FAULTS, slow
+from planted_kernels import ATTENTION_FAULTS, DEMAND, LOSS_FAULTS, OWN_FAULTS, SWIGLU_FAULTS, slow
 from tiny_run import finish, launch
 
 from eagle3.attention import block
@@ -17,11 +17,15 @@ from eagle3.attention.block import block_candidates
 from eagle3.attention.fused_own import FUSED_OWN
 from eagle3.attention.own import PLAIN_OWN
 from eagle3.draft.config import DraftConfig
+from eagle3.draft.fused_swiglu import FUSED_SWIGLU
+from eagle3.draft.swiglu import PLAIN_SWIGLU
 from eagle3.errors import UserError
 from eagle3.kernels.blocks import prove_blocks
 from eagle3.kernels.choice import (
     LOSS,
+    OTHERS,
     OWN,
+    SWIGLU,
     Candidates,
     agreement,
     changes,
@@ -34,6 +38,7 @@ from eagle3.kernels.choice import (
 from eagle3.kernels.loss import prove_loss
 from eagle3.kernels.own import prove_own
 from eagle3.kernels.proof import Demand, Verdict
+from eagle3.kernels.swiglu import prove_swiglu
 from eagle3.objective.fused import FUSED
 from eagle3.objective.softmaxes import PLAIN
 
@@ -81,6 +86,12 @@ def test_the_plain_kernel_of_own_keys_is_right(dtype):
     assert verdict.right and 0 < verdict.error <= 1, verdict
 
 
+@every_dtype
+def test_the_plain_kernel_of_swiglu_is_right(dtype):
+    (verdict,) = prove_swiglu([PLAIN_SWIGLU], replace(DEMAND, dtype=dtype), CPU, timed=False)
+    assert verdict.right and 0 < verdict.error <= 1, verdict
+
+
 interpreted = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off, see conftest.py"
 )
@@ -93,6 +104,19 @@ def test_the_triton_kernel_of_own_keys_is_right(dtype, heads, kv_heads, head_dim
     demand = replace(DEMAND, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, steps=steps)
     (verdict,) = prove_own([FUSED_OWN], demand, CPU, timed=False)
     assert verdict.right and 0 < verdict.error <= 1, verdict
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_triton_kernel_of_swiglu_is_right(dtype):
+    (verdict,) = prove_swiglu([FUSED_SWIGLU], replace(DEMAND, dtype=dtype), CPU, timed=False)
+    assert verdict.right and 0 < verdict.error <= 1, verdict
+
+
+@pytest.mark.parametrize(("fault", "reason"), SWIGLU_FAULTS, ids=lambda value: getattr(value, "name", ""))
+def test_a_wrong_kernel_of_swiglu_is_found_out_and_said_what_of(fault, reason):
+    (verdict,) = prove_swiglu([fault], DEMAND, CPU, timed=False)
+    assert not verdict.right and reason in verdict.reason
 
 
 @pytest.mark.parametrize(("fault", "reason"), OWN_FAULTS, ids=lambda value: getattr(value, "name", ""))
@@ -113,13 +137,14 @@ def test_a_wrong_kernel_of_the_loss_is_found_out_and_said_what_of(topology, faul
     assert not verdict.right and reason in verdict.reason
 
 
-def candidates(*attention, own=(PLAIN_OWN,), loss=(PLAIN,)) -> Candidates:
-    return Candidates({**dict.fromkeys(KINDS, attention), "banded": [], "windowed": [], OWN: own, LOSS: loss})
+def candidates(*attention, others=(PLAIN_OWN, PLAIN_SWIGLU, PLAIN)) -> Candidates:
+    of_others = {kind: [kernel] if kernel else [] for kind, kernel in zip(OTHERS, others, strict=True)}
+    return Candidates({**dict.fromkeys(KINDS, attention), "banded": [], "windowed": [], **of_others})
 
 
 @pytest.fixture
 def small_timing(monkeypatch):
-    for room in ("blocks", "own", "loss"):
+    for room in ("blocks", "own", "swiglu", "loss"):
         monkeypatch.setattr(f"eagle3.kernels.{room}.TIMED_ROWS", 32)
 
 
@@ -127,9 +152,9 @@ def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, 
     wrong, _ = ATTENTION_FAULTS[0]
     of = candidates(slow(block.CPU), wrong, block.PLAIN)
     choice = pick(of, of.prove(DEMAND, topology.alone, CPU, timed=True))
-    assert choice.names == {**dict.fromkeys((*KINDS, OWN, LOSS), "plain"), "banded": None, "windowed": None}
+    assert choice.names == {**dict.fromkeys((*KINDS, *OTHERS), "plain"), "banded": None, "windowed": None}
     assert choice.kernels.blocks.causal is block.PLAIN and choice.kernels.loss is PLAIN
-    assert choice.line == "attention: plain (full, causal, masked, own); loss: plain"
+    assert choice.line == "attention: plain (full, causal, masked, own); swiglu: plain; loss: plain"
     assert [warning.split(":")[0] for warning in choice.warnings] == [
         f"kernel {wrong.name} is not used for {kind} blocks of attention" for kind in KINDS
     ]
@@ -139,7 +164,13 @@ def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, 
 def test_a_resumed_job_keeps_a_kernel_that_is_still_right_and_says_what_has_changed(topology, small_timing):
     of = candidates(slow(block.CPU), block.PLAIN)
     table = of.prove(DEMAND, topology.alone, CPU, timed=True)
-    before = dict.fromkeys(KINDS, "slow") | {"banded": None, "windowed": None, OWN: "plain", LOSS: "fused"}
+    before = dict.fromkeys(KINDS, "slow") | {
+        "banded": None,
+        "windowed": None,
+        OWN: "plain",
+        SWIGLU: "plain",
+        LOSS: "fused",
+    }
     kept = pick(of, table, before).names
     assert kept == before | {LOSS: "plain"}
     assert changes(before, kept) == "the loss: fused, now plain"
@@ -158,7 +189,7 @@ def test_without_a_right_kernel_there_is_no_job(topology):
 def test_a_target_without_a_loss_gets_kernels_for_its_attention_alone(topology, small_timing):
     demand = replace(DEMAND, steps=0, hidden=0, columns=0)
     assert choose_kernels(demand, topology.alone, CPU).kernels.loss is None
-    of = candidates(block.CPU, block.PLAIN, own=(), loss=())
+    of = candidates(block.CPU, block.PLAIN, others=(None, None, None))
     with torch.no_grad():  # as a prefill runs
         choice = pick(of, of.prove(demand, topology.alone, CPU, timed=True))
     assert choice.table[LOSS] == [] and choice.kernels.loss is None and "loss" not in choice.line
@@ -171,7 +202,7 @@ def test_what_is_wrong_on_one_rank_is_used_on_none():
     assert len(reports) == 2
     for report in reports:
         said = json.loads(report)
-        assert said["names"] == {**dict.fromkeys((*KINDS, OWN, LOSS), "plain"), "banded": None, "windowed": None}
+        assert said["names"] == {**dict.fromkeys((*KINDS, *OTHERS), "plain"), "banded": None, "windowed": None}
         assert all("on rank 1 (wrong on 1 of 2)" in warning for warning in said["warnings"])
         assert len(said["warnings"]) == len(KINDS)
 
@@ -231,11 +262,11 @@ def test_on_a_cpu_the_choice_is_fixed_and_a_kernel_can_be_pinned(topology, tmp_p
 
 def test_a_pinned_kernel_computes_what_it_can_and_the_usual_ones_the_rest():
     blocks = block_candidates(torch.device("cuda"), torch.bfloat16, 16)
-    of = Candidates({**blocks, OWN: [PLAIN_OWN], LOSS: [PLAIN]})._pinned("efficient")
+    of = Candidates({**blocks, OWN: [PLAIN_OWN], SWIGLU: [PLAIN_SWIGLU], LOSS: [PLAIN]})._pinned("efficient")
     assert {kind: [each.name for each in kernels] for kind, kernels in of.of_kind.items()} == {
         **dict.fromkeys(KINDS, ["efficient"]),
         **dict.fromkeys(("banded", "windowed"), []),
-        **dict.fromkeys((OWN, LOSS), ["plain"]),
+        **dict.fromkeys(OTHERS, ["plain"]),
     }
 
 

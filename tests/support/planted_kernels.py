@@ -11,7 +11,8 @@ from triton.compiler.errors import CompilationError
 from eagle3.attention.block import CPU, PLAIN, Kernel
 from eagle3.attention.own import PLAIN_OWN
 from eagle3.attention.plain import BlockGradients, BlockOutput
-from eagle3.kernels.choice import LOSS, OWN, Candidates, agreement, parsed, pick, plain_values
+from eagle3.draft.swiglu import PLAIN_SWIGLU
+from eagle3.kernels.choice import LOSS, OWN, SWIGLU, Candidates, agreement, parsed, pick, plain_values
 from eagle3.kernels.proof import Demand
 from eagle3.objective import softmaxes
 from eagle3.parallel.topology import gathered, start_distributed, stop_distributed
@@ -86,6 +87,19 @@ OWN_FAULTS = [
     ),
     (PLAIN_OWN._replace(name="raises", forward=_does_not_compile), "raised CompilationError"),
 ]
+SWIGLU_FAULTS = [
+    (
+        PLAIN_SWIGLU._replace(name="swapped", forward=lambda x: PLAIN_SWIGLU.forward(x.roll(len(x[0]) // 2, 1))),
+        "out is",
+    ),
+    (
+        PLAIN_SWIGLU._replace(
+            name="forgets the slope", backward=lambda grad, x: PLAIN_SWIGLU.backward(grad, x).mul_(x.abs() < 3)
+        ),
+        "dx is off by",
+    ),
+    (PLAIN_SWIGLU._replace(name="raises", backward=_does_not_compile), "raised CompilationError"),
+]
 LOSS_FAULTS = [
     (softmaxes.PLAIN._replace(name="raises", softmaxes=_does_not_compile), "raised CompilationError"),
     (
@@ -114,7 +128,7 @@ def job() -> None:
     rank = torch.distributed.get_rank()
     wrong = ATTENTION_FAULTS[0][0]._replace(name="cpu")
     blocks = dict.fromkeys(("full", "causal", "masked"), [wrong if rank else CPU, PLAIN])
-    others = {"banded": [], "windowed": [], OWN: [PLAIN_OWN], LOSS: [softmaxes.PLAIN]}
+    others = {"banded": [], "windowed": [], OWN: [PLAIN_OWN], SWIGLU: [PLAIN_SWIGLU], LOSS: [softmaxes.PLAIN]}
     candidates = Candidates({**blocks, **others})
     table = candidates.prove(DEMAND, topology.alone, topology.device, timed=False)
     choice = pick(candidates, agreement([parsed(each) for each in gathered(plain_values(table))]))
