@@ -32,6 +32,7 @@ from eagle3.states.rows import LastHidden, Rows
 # bytes per trained weight: its fp32 master and AdamW's two moments
 OPTIMISER_BYTES = 12
 MIB = 2**20
+LOSS = LossConfig()  # the default
 CACHE = Path("~/.cache/eagle3").expanduser()  # where training keeps what it found out about kernels
 
 
@@ -135,8 +136,8 @@ def batch_of(
     return maker.micro_batch(stream, plan, Rows(frozen.aux, teacher)).to(device, residence)
 
 
-def weights_of(batch: MicroBatch) -> StepWeights:
-    return step_weights(LossConfig(), BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), batch.tokens), None)
+def weights_of(batch: MicroBatch, loss: LossConfig = LOSS) -> StepWeights:
+    return step_weights(loss, BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), batch.tokens), None)
 
 
 def model_flops(config: DraftConfig, stream: Stream, plan: SequencePlan) -> dict[str, int]:
@@ -167,6 +168,25 @@ def model_flops(config: DraftConfig, stream: Stream, plan: SequencePlan) -> dict
     }
 
 
+@dataclass(frozen=True)
+class PreparedStep:
+    """A training step with its inputs on the device."""
+
+    stream: Stream
+    plan: SequencePlan
+    batch: MicroBatch
+    objective: DraftObjective
+    weights: StepWeights
+
+    def forward(self) -> Tensor:
+        """The loss."""
+        return self.objective(self.batch, self.weights).surrogate
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self.objective.zero_grad(set_to_none=True)
+
+
 class Bench:
     """A draft on one device, made once, and measurements of its steps."""
 
@@ -178,6 +198,27 @@ class Bench:
     def measure(self, case: Case, thin: bool = False) -> dict[str, Any]:
         """Measure one step. Raises torch.cuda.OutOfMemoryError. thin: compute only a part (see `thinned`); times then
         mean nothing and are left out."""
+        step = self.prepare(case, thin)
+        plan, before = step.plan, self._allocated()
+        times = [self._step(step) for _ in range(case.warm_up + case.repeats)][case.warm_up :]
+        result = {"rows": len(plan.rows), "queries": int((plan.queries >= 0).sum()), "bytes_before": before}
+        result |= self._peaks() | {"optimiser_bytes": OPTIMISER_BYTES * self.trained}
+        if thin:
+            return result
+        forward, backward = sorted(times, key=sum)[len(times) // 2]
+        flops, seconds = model_flops(self.config, step.stream, plan), forward + backward
+        return result | {
+            "seconds": seconds,
+            "forward_seconds": forward,
+            "backward_seconds": backward,
+            "all_seconds": [sum(both) for both in times],
+            "tokens_per_second": case.tokens / seconds,
+            "model_flops": flops,
+            "model_flops_utilisation": sum(flops.values()) / seconds / self.peak,
+        }
+
+    def prepare(self, case: Case, thin: bool = False, loss: LossConfig = LOSS) -> PreparedStep:
+        """Make a step's inputs. thin: see `measure`."""
         device = self.topology.device
         stream = stream_of(case.tokens, case.supervised, self.config.vocab_size, case.documents)
         plan = plan_sequence(stream, case.steps, SequenceSharding(ring=case.ring), case.rank, case.window or None)
@@ -189,24 +230,7 @@ class Bench:
         schedules = [thinned(each) for each in schedules] if thin else schedules
         inputs = dataclasses.replace(batch.inputs, schedules=tuple((each,) for each in schedules))
         batch = dataclasses.replace(batch, inputs=inputs)
-        objective = self._objective(case)
-        weights, before = weights_of(batch), self._allocated()
-        times = [self._step(objective, batch, weights) for _ in range(case.warm_up + case.repeats)][case.warm_up :]
-        result = {"rows": len(plan.rows), "queries": int((plan.queries >= 0).sum()), "bytes_before": before}
-        result |= self._peaks() | {"optimiser_bytes": OPTIMISER_BYTES * self.trained}
-        if thin:
-            return result
-        forward, backward = sorted(times, key=sum)[len(times) // 2]
-        flops, seconds = model_flops(self.config, stream, plan), forward + backward
-        return result | {
-            "seconds": seconds,
-            "forward_seconds": forward,
-            "backward_seconds": backward,
-            "all_seconds": [sum(both) for both in times],
-            "tokens_per_second": case.tokens / seconds,
-            "model_flops": flops,
-            "model_flops_utilisation": sum(flops.values()) / seconds / self.peak,
-        }
+        return PreparedStep(stream, plan, batch, self._objective(case), weights_of(batch, loss))
 
     def largest(self, case: Case, say: Callable[[str], None]) -> dict[str, Any]:
         """Find the most tokens whose step fits, by doubling and then bisecting to an eighth. Only memory is measured,
@@ -241,15 +265,15 @@ class Bench:
     def trained(self) -> int:
         return sum(weight.numel() for weight in self.draft.parameters() if weight.requires_grad)
 
-    def _step(self, objective: DraftObjective, batch: MicroBatch, weights: StepWeights) -> tuple[float, float]:
+    def _step(self, step: PreparedStep) -> tuple[float, float]:
         """Run one step, and leave its gradients. Returns the seconds of forward and backward."""
-        objective.zero_grad(set_to_none=True)
+        step.clear()
         began = self._now()
-        surrogate = objective(batch, weights).surrogate
+        loss = step.forward()
         halfway = self._now()
-        surrogate.backward()
+        loss.backward()
         ended = self._now()
-        assert bool(surrogate.isfinite()), f"the loss is {float(surrogate)}"
+        assert bool(loss.isfinite()), f"the loss is {float(loss)}"
         return halfway - began, ended - halfway
 
     def _objective(self, case: Case) -> DraftObjective:
