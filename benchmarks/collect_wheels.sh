@@ -8,21 +8,20 @@
 #
 # The groups, with their megabytes:
 #
-#     training 5        DeepSpeed and Megatron-core with what they import; pydantic for recipes, httpx2 and xxhash
-#     data 70           datasets with pandas and pyarrow, for the quickstart
+#     training 9        DeepSpeed and Megatron-core with what they import; pydantic for recipes, httpx2 and xxhash
 #     flash-attn-4 10   FlashAttention 4 and the Python part of the language that its kernels are written in
 #     cutlass-libs 92   the compiler of that language, without which FlashAttention 4 does not run; one wheel
-#     peers 1           SpecForge, for benchmarks/peers; what its step imports comes with transformers
+#     peers 1           SpecForge, for benchmarks/peers; it imports psutil (training); the rest comes with transformers
 #
-# Versions are those of constraints/cuda.txt if they stand there; dependencies are not resolved, so that nothing replaces
-# what the machine has. DeepSpeed has no wheel: pip builds one, for which the Python that runs pip must have torch. Where
-# a transfer is limited, take a large wheel apart by `split` and join it there by `cat`.
+# Versions are those of constraints/, and dependencies are not resolved, so that nothing replaces what the machine has:
+# cuda-bindings, for example, comes with torch. No part of gpu.sh needs datasets. DeepSpeed publishes no wheel; pip builds
+# one, for which PYTHON (default: python) must have torch. Where transfers are limited, `split` a large wheel and join it
+# there with `cat`.
 set -euo pipefail
 usage="usage: bash benchmarks/collect_wheels.sh FOLDER [GROUP...]"
 declare -A groups=(
     [training]="deepspeed einops hjson msgpack ninja psutil py-cpuinfo megatron-core
         pydantic pydantic_core annotated-types typing-inspection httpx2 httpcore2 truststore xxhash"
-    [data]="datasets dill multiprocess pandas pyarrow python-dateutil six tzdata"
     [flash-attn-4]="flash-attn-4 quack-kernels apache-tvm-ffi torch-c-dlpack-ext nvidia-cutlass-dsl
         nvidia-cutlass-dsl-libs-core nvidia-cutlass-dsl-libs-base protobuf"
     [cutlass-libs]="nvidia-cutlass-dsl-libs-cu13"

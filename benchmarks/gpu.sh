@@ -1,35 +1,51 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, on one H100 or H200, in under 9 minutes. The most valuable parts come first: whether the
-# kernels are right and how fast they are, golden cases through the engine, steps beside their estimates, SpecForge's
-# shapes, the largest contexts, the quickstart. If SGLang is installed, capture beside its own prefill takes 6 minutes
-# more.
+# Everything that wants a GPU, on one H100 or H200, in under 9 minutes. The most valuable parts come first:
+#
+#     kernels          whether the kernels are right, and how fast they are
+#     golden           golden cases through the engine
+#     steps            steps beside their estimates
+#     peers            SpecForge's own step beside ours, if SpecForge can be imported (its wheel is enough)
+#     largest          the largest contexts
+#     specforge        our step at the shapes that SpecForge publishes: an 8B draft,
+#     specforge2048    and a hidden size of 2,048
+#     agreement        whole steps beside the CPU
+#     quickstart       the quickstart, shortened, in the time that is left
+#     capture          capture beside SGLang's own prefill, if SGLang is installed; takes 6 minutes more
+#     fake             in a dry run, the steps in full size on a fake GPU
 #
 #     bash benchmarks/gpu.sh                   results in benchmarks/results/gpu-*.json, logs beside them
+#     bash benchmarks/gpu.sh steps peers       some parts, always in the order above
 #     bash benchmarks/gpu.sh --dry-run         every part on the CPU, with tiny shapes: whether the code runs
 #     CUDA_BUILD=/tmp/cuda bash benchmarks/gpu.sh --dry-run
-#                                              the steps on a fake GPU, too, in full size (tests/cuda_build/install.sh)
+#                                              with fake, too (tests/cuda_build/install.sh)
 #     OUT=/tmp/gpu PYTHON=python3.12 bash benchmarks/gpu.sh
 #     WHEELS=/tmp/wheels bash benchmarks/gpu.sh
 #
-# It needs no network and installs nothing, except that packages in the folder WHEELS are unpacked into a temporary
-# folder. torch 2.11 with Triton 3.6 is enough (benchmarks/torch_bridge). Each part has a time limit and saves its
-# results as it goes; all parts but capture end within 530 seconds. The exit code is 1 if a part failed or was cut off,
-# and the last lines name it.
+# It needs no network and installs nothing, except that packages in the folder WHEELS (collect_wheels.sh fills it) are
+# unpacked into a temporary folder. torch 2.11 with Triton 3.6 is enough (benchmarks/torch_bridge). Each part has a time
+# limit and saves its results as it goes; all parts but capture end within 530 seconds. The exit code is 1 if a part
+# failed or was cut off, and the last lines name it.
 set -u -o pipefail
 cd "$(dirname "$0")/.."
+parts="kernels golden steps peers largest specforge specforge2048 agreement quickstart capture fake"
 dry=0
-case "$*" in
-"") ;;
---dry-run) dry=1 ;;
--h | --help)
-    sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0"
-    exit 0
-    ;;
-*)
-    echo "gpu.sh: $*: no such option; the only one is --dry-run" >&2
-    exit 2
-    ;;
-esac
+chosen=()
+for argument; do
+    case $argument in
+    --dry-run) dry=1 ;;
+    -h | --help)
+        sed -n '2,/^set -u/s/^# \{0,1\}//p' "$0"
+        exit 0
+        ;;
+    *)
+        if [[ $argument == -* || " $parts " != *" $argument "* ]]; then
+            echo "gpu.sh: $argument: no such part; there are $parts, and the option --dry-run" >&2
+            exit 2
+        fi
+        chosen+=("$argument")
+        ;;
+    esac
+done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 out=${OUT:-benchmarks/results}
@@ -39,7 +55,8 @@ total=530
 export PYTHONPATH=benchmarks/torch_bridge:.${PYTHONPATH:+:$PYTHONPATH}
 if [[ -n ${WHEELS:-} ]]; then
     "$python" -m pip install --quiet --no-index --no-deps --target "$work/site" "$WHEELS"/*.whl || exit 1
-    export PYTHONPATH=$PYTHONPATH:$work/site
+    # its .pth file would add the second folder, but Python reads none in PYTHONPATH
+    export PYTHONPATH=$PYTHONPATH:$work/site:$work/site/nvidia_cutlass_dsl/dsl_packages
     PATH=$work/site/bin:$PATH
 fi
 # contexts differ from case to case: memory of one must serve the next
@@ -52,10 +69,13 @@ fi
 mkdir -p "$out"
 failed=()
 
-# part NAME SECONDS COMMAND...: runs it with its log in gpu-NAME.log and shows the log's table
+wanted() { ((${#chosen[@]} == 0)) || [[ " ${chosen[*]} " == *" $1 "* ]]; }
+
+# part NAME SECONDS COMMAND...: if it is wanted, runs it with its log in gpu-NAME.log and shows the log's table
 part() {
     local name=$1 limit=$2 began=$SECONDS code
     shift 2
+    wanted "${name%%-*}" || return
     local left=$((total - SECONDS))
     if ((left < limit)); then limit=$left; fi
     if ((limit < 10)); then
@@ -102,33 +122,47 @@ steps() {
 part kernels 60 "$python" benchmarks/cuda_kernels.py --only kernels "${tiny[@]}" --out "$out/gpu-kernels.json"
 
 # the engine on this device: golden cases in fp32 and bf16, and the kernels of the quickstart's draft
-part golden 60 "$python" launchers/doctor.py "output.dir=$work/run"
+part golden 45 "$python" launchers/doctor.py "output.dir=$work/run"
 
 mapfile -t cases < <(steps)
 part steps 130 "${rank[@]}" --out "$out/gpu-steps.json" "${cases[@]/#/--case=}"
 
-# the shapes that SpecForge publishes for one H200: 115.7 ms for 2,944 tokens; 53,419 tokens/s for 4 x 1,024
-part specforge 40 "${rank[@]}" --out "$out/gpu-specforge.json" \
-    --case "tokens=$(tokens 2944),recompute=none,warm_up=3,repeats=10"
-part specforge2048 40 "${rank[@]}" --draft hidden-2048 --out "$out/gpu-specforge2048.json" \
-    --case "tokens=$(tokens 4096),documents=4,recompute=none,warm_up=3,repeats=10"
-
-# whole steps on this device beside the CPU
-part agreement 50 "$python" benchmarks/cuda_kernels.py --only steps "${tiny[@]}" --out "$out/gpu-agreement.json"
+# SpecForge's own step and ours, in turn
+peers=(--tokens 8192 --repeats 2)
+((dry)) && peers=(--device cpu --shape tiny --tokens 64 --rounds 1 --repeats 1)
+if ! wanted peers; then
+    :
+elif "$python" -c 'import importlib.util as u; raise SystemExit(u.find_spec("specforge") is None)' 2>/dev/null; then
+    part peers 85 "$python" benchmarks/peers/compare.py "${peers[@]}" --json "$out/gpu-peers.json"
+else
+    echo "== peers: not run, SpecForge cannot be imported; collect_wheels.sh FOLDER peers downloads its wheel"
+fi
 
 # the largest contexts that fit, by their memory alone: everything supervised, and 5%
-part largest 80 "${rank[@]}" --out "$out/gpu-largest.json" \
+part largest 110 "${rank[@]}" --out "$out/gpu-largest.json" \
     --case "tokens=$(tokens 131072),recompute=full,inputs=host,largest=1" \
     --case "tokens=$(tokens 1048576),supervised=0.05,recompute=full,largest=1"
 
-brief=()
+# the shapes that SpecForge publishes for one H200: 115.7 ms for 2,944 tokens; 53,419 tokens/s for 4 x 1,024
+part specforge 30 "${rank[@]}" --out "$out/gpu-specforge.json" \
+    --case "tokens=$(tokens 2944),recompute=none,warm_up=3,repeats=10"
+part specforge2048 30 "${rank[@]}" --draft hidden-2048 --out "$out/gpu-specforge2048.json" \
+    --case "tokens=$(tokens 4096),documents=4,recompute=none,warm_up=3,repeats=10"
+
+# whole steps on this device beside the CPU
+part agreement 40 "$python" benchmarks/cuda_kernels.py --only steps "${tiny[@]}" --out "$out/gpu-agreement.json"
+
+# the limits above add up to 530 seconds, of which the first visit to an H200 used about half
+brief=(training.max_steps=200 evaluation.conversations=6)
 ((dry)) && brief=(model.demo.steps=30 model.demo.answers=96 model.demo.answer_tokens=24 training.max_steps=6
     training.checkpoint_every=3 evaluation.every=3 evaluation.conversations=3 evaluation.new_tokens=16)
-part quickstart 200 "$python" launchers/train.py --deepspeed ds_configs/zero2.json \
+part quickstart 150 "$python" launchers/train.py --deepspeed ds_configs/zero2.json \
     "output.dir=$work/quickstart" "data.cache_dir=$work/cache" "${brief[@]}"
 
 # two servers of an 8B shape, started and warmed up, then five rounds
-if ((dry)); then
+if ! wanted capture; then
+    :
+elif ((dry)); then
     echo "== capture: has no dry run"
 elif "$python" -c 'import importlib.metadata as m; m.version("sglang")' 2>/dev/null; then
     total=$((SECONDS + 360))
@@ -138,14 +172,16 @@ else
 fi
 
 # the steps in full size: everything but what kernels compute and how long they take
-if ((dry)) && [[ -n ${CUDA_BUILD:-} ]]; then
+if ((!dry)) || ! wanted fake; then
+    :
+elif [[ -n ${CUDA_BUILD:-} ]]; then
     mapfile -t cases < <(dry=0 repeated="" steps)
     for case in "${cases[@]}"; do
         total=$((SECONDS + 120))
         part "fake-$case" 120 bash tests/cuda_build/run.sh "$CUDA_BUILD" benchmarks/launches.py "$case" --device h200
     done
-elif ((dry)); then
-    echo "== steps on a fake GPU: not run; CUDA_BUILD names no folder of tests/cuda_build/install.sh"
+else
+    echo "== fake: not run; CUDA_BUILD names no folder of tests/cuda_build/install.sh"
 fi
 
 rm -f "$out"/gpu-*.partial
