@@ -85,7 +85,7 @@ class SpecForgeStep:
         batch, steps = ours.batch, len(ours.plan.query_of)
         head = batch.teacher.head
         device, dtype = head.device, head.dtype
-        rows = ours.stream.document.max() + 1, -1
+        rows = int(ours.stream.document.max()) + 1, -1
 
         def dense(values: Tensor, at: Tensor) -> Tensor:
             """[documents, length, width]; zeros at rows that no step of ours reads."""
