@@ -48,7 +48,7 @@ MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduc
 ATTENTION = {"flash4": FLASH4, "flash": FLASH}
 ROOMS = (
     ("loss", ("objective/distill", "objective/streaming", "objective/softmaxes", "objective/fused")),
-    ("own keys", ("attention/fused_own", "attention/own")),
+    ("own keys", ("attention/fused_own",)),
     ("prefix attention", ("attention/",)),
     ("exchange", ("deepspeed ",)),
     ("rope", ("draft/rope",)),

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle3.attention.own import OwnKernel
+from eagle3.attention.block import OwnKernel
 from eagle3.attention.plain import BlockOutput
 
 # Numbers in one program's tile [rows, group, width], of which a few are in registers at once, in fp32; and its warps.

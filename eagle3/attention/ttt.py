@@ -11,8 +11,7 @@ from deepspeed.sequence.layer import _SeqAllToAll
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from eagle3.attention.block import BlockKernels, BlockOutput
-from eagle3.attention.own import OwnKernel, own_candidates
+from eagle3.attention.block import BlockKernels, BlockOutput, OwnKernel, own_candidates
 from eagle3.attention.ring import Exchange, RingAttention, RingMode, SharedKeyValue
 from eagle3.attention.schedule import PrefixSchedule
 

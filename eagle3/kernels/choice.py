@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from eagle3.attention import block, cuda, own, plain
-from eagle3.attention.block import BlockKernels, block_candidates
-from eagle3.attention.own import own_candidates
+from eagle3.attention import block, cuda, plain
+from eagle3.attention.block import BlockKernels, block_candidates, own_candidates
 from eagle3.console import Console
 from eagle3.draft import swiglu
 from eagle3.draft.swiglu import swiglu_candidates
@@ -38,11 +37,11 @@ from eagle3.preflight.sameness import versions
 OWN, SWIGLU, LOSS = "own", "swiglu", "loss"
 OTHERS = (OWN, SWIGLU, LOSS)
 OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
-MODULES = (block, cuda, own, plain, swiglu, distill, softmaxes, proof, blocks, own_proof, swiglu_proof, loss)
+MODULES = (block, cuda, plain, swiglu, distill, softmaxes, proof, blocks, own_proof, swiglu_proof, loss)
 # The import of the last three needs Triton.
 SOURCES = [
     *(Path(module.__file__) for module in MODULES),
-    Path(own.__file__).with_name("fused_own.py"),
+    Path(block.__file__).with_name("fused_own.py"),
     Path(swiglu.__file__).with_name("fused_swiglu.py"),
     Path(distill.__file__).with_name("fused.py"),
 ]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.attention.own import OwnKernel
+from eagle3.attention.block import OwnKernel
 from eagle3.attention.plain import BlockOutput
 from eagle3.kernels.proof import BOUNDS, LSE_BOUND, TIMED_ROWS, Comparison, Demand, Verdict, judge
 

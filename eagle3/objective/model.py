@@ -7,8 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from eagle3.attention.block import BlockKernels
-from eagle3.attention.own import OwnKernel
+from eagle3.attention.block import BlockKernels, OwnKernel
 from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft

@@ -13,9 +13,8 @@ from planted_kernels import ATTENTION_FAULTS, DEMAND, LOSS_FAULTS, OWN_FAULTS, S
 from tiny_run import finish, launch
 
 from eagle3.attention import block
-from eagle3.attention.block import block_candidates
+from eagle3.attention.block import PLAIN_OWN, block_candidates
 from eagle3.attention.fused_own import FUSED_OWN
-from eagle3.attention.own import PLAIN_OWN
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.fused_swiglu import FUSED_SWIGLU
 from eagle3.draft.swiglu import PLAIN_SWIGLU

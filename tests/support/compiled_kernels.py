@@ -1,5 +1,5 @@
-"""Compiles the loss's Triton kernels for an H100 (sm_90), which needs no GPU. Prints as JSON what ptxas says of each:
-registers per thread, spilled bytes, shared memory.
+"""Compiles the Triton kernels for an H100 (sm_90), which needs no GPU. Prints as JSON what ptxas says of each:
+registers per thread, spilled bytes, shared memory; and its warps.
 
 python tests/support/compiled_kernels.py
 """
@@ -8,45 +8,68 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from eagle3.attention import fused_own
+from eagle3.draft import fused_swiglu
 from eagle3.objective import fused
 
-SIZES = {"steps": "i32", "rows": "i32", "columns": "i32", "STEPS": "constexpr", "COLUMNS": "constexpr"}
-POINTERS = {"best_out": "*i64"}
+INTEGERS = ("steps", "rows", "columns", "kv_heads", "width")
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
-def compiled(kernel, gradient: str, steps: int) -> dict[str, int]:
-    """gradient: Triton's name of the format of the logits' gradient. steps: K, rounded up to a power of 2."""
-    pointers = {name: "*fp32" for name in kernel.arg_names if name not in SIZES} | {"gradient_out": f"*{gradient}"}
-    signature = {name: (pointers | POINTERS | SIZES)[name] for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, constexprs={"STEPS": steps, "COLUMNS": fused.COLUMNS})
-    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": fused.WARPS})
+def compiled(kernel, tensors: dict[str, object], constants: dict[str, int], warps: int) -> dict[str, int]:
+    """tensors: Triton's names of the formats of arguments that are not integers; those left out are in bf16."""
+
+    def kind(name: str):
+        return "constexpr" if name in constants else "i32" if name in INTEGERS else tensors.get(name, "*bf16")
+
+    source = ASTSource(kernel, {name: kind(name) for name in kernel.arg_names}, constexprs=constants)
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
         ptx.write_text(binary.asm["ptx"], encoding="utf-8")
         command = [PTXAS, "-v", "--gpu-name=sm_90a", ptx, "-o", ptx.with_suffix(".cubin")]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
     return {
         "registers": int(re.search(r"Used (\d+) registers", said)[1]),
-        "spilled": spilled,
+        "spilled": sum(map(int, re.findall(r"(\d+) bytes spill", said))),
         "shared": binary.metadata.shared,
+        "warps": warps,
     }
+
+
+def of_the_loss() -> Iterator[tuple[str, dict[str, int]]]:
+    for kernel in (fused._statistics_kernel, fused._overlap_kernel, fused._gradient_kernel):
+        tensors = dict.fromkeys(kernel.arg_names, "*fp32") | {"best_out": "*i64"}
+        for gradient in ("bf16", "fp32") if kernel is fused._gradient_kernel else ("fp32",):
+            for steps in (1, 8):  # K, rounded up to a power of 2
+                constants = {"STEPS": steps, "COLUMNS": fused.COLUMNS}
+                result = compiled(kernel, tensors | {"gradient_out": f"*{gradient}"}, constants, fused.WARPS)
+                yield f"{kernel.__name__} {gradient}, {steps} steps", result
+
+
+def of_own_keys() -> Iterator[tuple[str, dict[str, int]]]:
+    for own, group, width in ((1, 4, 128), (7, 4, 128), (7, 8, 128), (7, 3, 96), (7, 4, 256)):
+        padded, wide = triton.next_power_of_2(group), triton.next_power_of_2(width)
+        rows = max(1, fused_own.TILE // (padded * wide))
+        constants = {"OWN": own, "GROUP": group, "WIDTH": width, "R": rows, "G": padded, "D": wide}
+        tensors = dict.fromkeys(("lse", "merged_lse"), "*fp32") | {"scale": "fp32"}
+        tensors |= dict.fromkeys(("keys", "values", "d_keys", "d_values"), ("*bf16",) * own)
+        for kernel in (fused_own._forward_kernel, fused_own._backward_kernel):
+            result = compiled(kernel, tensors, constants, fused_own.WARPS)
+            yield f"own keys, {kernel.__name__}, {own} keys, groups of {group}, width {width}", result
+
+
+def of_swiglu() -> Iterator[tuple[str, dict[str, int]]]:
+    for kernel in (fused_swiglu._forward_kernel, fused_swiglu._backward_kernel):
+        yield f"SwiGLU, {kernel.__name__}", compiled(kernel, {}, {"COLUMNS": fused_swiglu.COLUMNS}, 4)
 
 
 if __name__ == "__main__":
-    kernels = (fused._statistics_kernel, fused._overlap_kernel, fused._gradient_kernel)
-    formats = {fused._gradient_kernel: ("bf16", "fp32")}
-    report = {
-        f"{kernel.__name__.strip('_')} {gradient}, {steps} steps": compiled(kernel, gradient, steps)
-        for kernel in kernels
-        for gradient in formats.get(kernel, ("fp32",))
-        for steps in (1, 8)
-    }
-    print(json.dumps(report))
+    print(json.dumps(dict([*of_the_loss(), *of_own_keys(), *of_swiglu()])))

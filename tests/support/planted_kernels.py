@@ -8,8 +8,7 @@ import torch
 from processes import fork_ranks
 from triton.compiler.errors import CompilationError
 
-from eagle3.attention.block import CPU, PLAIN, Kernel
-from eagle3.attention.own import PLAIN_OWN
+from eagle3.attention.block import CPU, PLAIN, PLAIN_OWN, Kernel
 from eagle3.attention.plain import BlockGradients, BlockOutput
 from eagle3.draft.swiglu import PLAIN_SWIGLU
 from eagle3.kernels.choice import LOSS, OWN, SWIGLU, Candidates, agreement, parsed, pick, plain_values
