@@ -19,6 +19,7 @@ from eagle3.attention.plain import BlockGradients, BlockOutput, Scoring
 
 # The efficient kernel's backward reads lse in whole blocks; it reads a mask in whole vectors of at least 16 bytes.
 LSE_MULTIPLE, MASK_MULTIPLE = 32, 16
+FLASH4_CAPABILITY = 9, 0  # Hopper
 # What one call of a backward may take for itself: q's gradient in fp32, and those of keys and values for every query
 # head.
 BACKWARD_BYTES = 2**29
@@ -28,7 +29,7 @@ def has_flash4(device: torch.device) -> bool:
     """Whether FlashAttention 4 is installed and computes both passes on this GPU."""
     if device.type != "cuda" or not any(metadata.distributions(name="flash-attn-4")):
         return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+    return torch.cuda.get_device_capability(device) >= FLASH4_CAPABILITY
 
 
 @torch.library.custom_op("eagle3::flash4", mutates_args=())

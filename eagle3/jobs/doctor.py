@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from eagle3.attention.cuda import FLASH4_CAPABILITY, has_flash4
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.jobs.prospect import Prospect
@@ -27,6 +28,8 @@ from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.preflight.cluster import Cluster, Finding, troubled
 from eagle3.preflight.places import checkpoint_bytes
 from eagle3.recipe.schema import Parallelism, Recipe
+
+FLASH4_ADVICE = 'not installed; up to twice as fast as 2: pip install -e ".[flash4]" -c constraints/cuda.txt'
 
 
 def checkpoint_of(recipe: Recipe) -> int | None:
@@ -66,6 +69,8 @@ def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Itera
         lines = [each.described + (", used" if each is used else "") for each in verdicts]
         state = "failed" if failed else "ok" if len(right) == len(verdicts) else "note"
         yield Finding(name, state, "; ".join(lines), NONE_RIGHT if failed else "")
+    if timed and torch.cuda.get_device_capability(device) >= FLASH4_CAPABILITY and not has_flash4(device):
+        yield Finding("FlashAttention 4", "note", FLASH4_ADVICE)
 
 
 def _demanded(recipe: Recipe) -> dict[str, int | None] | str | None:

@@ -10,6 +10,7 @@ from layouts import Layout, draft_config, pack, prepare
 from live_bytes import LargestTensor, LiveBytes, device_tensors
 from training_path import batch_counts, batch_weights, load_draft, stream_batch, train_case
 
+from eagle3.draft.model import DraftPass
 from eagle3.objective.losses import LossConfig
 from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan
@@ -43,6 +44,21 @@ def test_rows_are_streamed_in_any_slices_and_again():
     for _ in range(2):
         assert torch.equal(torch.cat([rows[slice(start, start + 4)] for start in (0, 4, 8)]), tensor)
     assert len(rows) == 10
+
+
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2)])
+def test_the_embeddings_part_of_a_projection_is_computed_once_for_each_token_where_steps_are_saved(
+    topology, monkeypatch, recompute, times
+):
+    case, rows, embedded = random_case(MASKS, seed=1), [], DraftPass.embedded
+    monkeypatch.setattr(DraftPass, "embedded", lambda self, x, of: (rows.append(len(x)), embedded(self, x, of))[1])
+    objective = DraftObjective(load_draft(case, topology, torch.float32), topology, memory=MemoryPlan(recompute))
+    batch = stream_batch(case, case.documents, 4, torch.float32, topology)
+    weights = batch_weights(objective, [batch], batch_counts([batch], topology), KL, topology)
+    objective(batch, weights).surrogate.backward()
+    each = batch.inputs.query_tokens.numel() + len(batch.inputs.key_tokens)  # what the steps and the prefix meet
+    different = len(torch.cat([document.ids for document in case.documents]).unique())
+    assert sum(rows) <= different + 1 if recompute == "none" else sum(rows) >= times * each
 
 
 def test_many_chunks_in_bfloat16_round_the_weights_gradients_as_one_chunk_does(topology):
