@@ -79,25 +79,39 @@ class SharedWeight:
         self.gradient = SharedGradient(exact=exact)
         self.weight = CollectGradient.apply(weight, self.gradient)
 
-    def product(self, x: Tensor, added: Tensor | None = None, rows: slice = slice(None)) -> Tensor:
-        """x [tokens, in] times these rows of the weight, plus `added`: [tokens, rows]."""
-        return _Product.apply(x, self.weight, added, rows, self.gradient)
+    def product(self, x: Tensor) -> Tensor:
+        """x [tokens, in] times the weight: [tokens, out]."""
+        return _Product.apply(x, self.weight, None, slice(None), self.gradient, False)
+
+    def wide_product(self, x: Tensor, rows: slice, added: Tensor | None = None) -> Tensor:
+        """x [tokens, in] times these rows of the weight, plus `added`: [tokens, rows] in fp32 or wider, like `added`,
+        and not rounded in between."""
+        return _Product.apply(x, self.weight, added, rows, self.gradient, True)
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, added, rows, gradient):
+    def forward(ctx, x, weight, added, rows, gradient, wide):
         ctx.rows, ctx.gradient, ctx.adds = rows, gradient, added is not None
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight[rows]) if added is None else torch.addmm(added, x, weight[rows].t())
+        return _wide_product(x, weight[rows].t(), added) if wide else F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
+        (x, weight), d_added = ctx.saved_tensors, grad if ctx.adds else None
+        grad = grad.to(x.dtype)
         if ctx.needs_input_grad[1]:
             add_product(ctx.gradient.like(weight)[ctx.rows], grad, x)
         d_x = grad @ weight[ctx.rows] if ctx.needs_input_grad[0] else None
-        return d_x, None, grad if ctx.adds else None, None, None
+        return d_x, None, d_added, None, None, None
+
+
+def _wide_product(x: Tensor, columns: Tensor, added: Tensor | None) -> Tensor:
+    exact = torch.promote_types(x.dtype, torch.float32)
+    wide = {"out_dtype": exact} if x.device.type == "cuda" and x.dtype != exact else {}
+    if not wide:
+        x, columns = x.to(exact), columns.to(exact)
+    return torch.mm(x, columns, **wide) if added is None else torch.addmm(added, x, columns, **wide)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -181,12 +181,13 @@ class DraftPass:
         return self._to_heads(self.layer.input_layernorm(self.draft.embedding(tokens)))
 
     def embedded(self, x: Tensor, rows: slice) -> Tensor:
-        """What normed embeddings x [tokens, H] add to `all`, to `queries`, or to `keys` and values: [tokens, rows]."""
-        return self.of_embedding.product(x, rows=rows)
+        """What normed embeddings x [tokens, H] add to `all`, to `queries`, or to `keys` and values: [tokens, rows], in
+        fp32 or wider, so that the sum is rounded once."""
+        return self.of_embedding.wide_product(x, rows)
 
     def rotation(self, positions: Tensor) -> Rotation:
         """For rows at these positions of their documents, [tokens]. Step k's are k further on."""
-        return self.draft.rope.at(positions, self.draft.fc.weight.dtype)
+        return self.draft.rope.at(positions, torch.promote_types(self.draft.fc.weight.dtype, torch.float32))
 
     def prefix(self, hidden: Tensor, embedded: Tensor, rotation: Rotation) -> KeyValue:
         """K_0, V_0 [N, kv heads, d] for rows with fused states `hidden` [N, H].
@@ -194,8 +195,8 @@ class DraftPass:
         embedded: for `keys`, of the token after each row (token 0 at the end of a document).
         """
         x = self._to_heads(self.layer.hidden_norm(hidden))
-        key, value = self._heads(self.of_hidden.product(x, embedded, self.keys), self.sizes[1:])
-        return KeyValue(rotation(key), value)
+        key, value = self._heads(self.of_hidden.wide_product(x, self.keys, embedded), self.sizes[1:])
+        return KeyValue(rotation(key).to(x.dtype), value.to(x.dtype))
 
     def project(self, hidden: Tensor, embedded: Tensor, rotation: Rotation) -> tuple[Tensor, ...]:
         """The part of TTT step k before attention. Returns q [Q, local heads, d] and, except at step 0, K_k and V_k of
@@ -206,10 +207,11 @@ class DraftPass:
         """
         x = self._to_heads(self.layer.hidden_norm(hidden))
         if embedded.shape[1] == self.sizes[0]:
-            (q,) = self._heads(self.of_hidden.product(x, embedded, self.queries), self.sizes[:1])
-            return (rotation(q),)
-        q, key, value = self._heads(self.of_hidden.product(x, embedded), self.sizes)
-        return rotation(q), rotation(key), value.contiguous()  # a view would keep what q and k were rotated from
+            (q,) = self._heads(self.of_hidden.wide_product(x, self.queries, embedded), self.sizes[:1])
+            return (rotation(q).to(x.dtype),)
+        q, key, value = self._heads(self.of_hidden.wide_product(x, self.all, embedded), self.sizes)
+        # a view as value would keep what q and k were rotated from
+        return rotation(q).to(x.dtype), rotation(key).to(x.dtype), value.to(x.dtype, copy=True)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The part of a TTT step after attention. Maps hidden [Q, H], as passed to `project`, and attended [Q, local

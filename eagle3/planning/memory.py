@@ -145,8 +145,8 @@ class _Rank:
             lse = self.share.queries * (draft.num_attention_heads // tensor) * planned.exact
             total += steps * (self.attended + lse)
         if planned.memory.recompute == "none":
-            wide = 3 * draft.intermediate_size // tensor + draft.hidden_size + draft.head_dim
-            total += steps * self.share.queries * (planned.itemsize * wide + self.norm(2, 2, 2))
+            wide = planned.itemsize * (3 * draft.intermediate_size // tensor + draft.hidden_size)
+            total += steps * self.share.queries * (wide + planned.exact * draft.head_dim + self.norm(2, 2, 2))
         return total
 
     def norm(self, states: int, trainable: int, results: int) -> int:
@@ -312,7 +312,7 @@ class _Rank:
         """What is saved without recomputation: the keys' fused states and the input of their projections; tokens'
         embeddings, normed as well, and their projections."""
         states = 2 * self.planned.draft.hidden_size * self.planned.itemsize
-        tokens = self.tokens * (states + self.norm(1, 0, 0)) + self.embedded * self.planned.itemsize
+        tokens = self.tokens * (states + self.norm(1, 0, 0)) + self.embedded * self.planned.exact
         return Counter({"queries": self.share.keys * (states + self.norm(1, 1, 0)), "tokens": tokens})
 
     def plainly(self, step: int) -> Bytes:
