@@ -40,8 +40,10 @@ def engine_bytes(planned: Planned) -> Bytes:
 
 
 def rank_bytes(planned: Planned, share: Share) -> Bytes:
-    """Memory of the engine and a step together. `total()` must fit, along with the device's own overhead."""
-    return step_bytes(planned, share) + engine_bytes(planned)
+    """Memory of the engine and a step together, or of the optimiser's update after it. `total()` must fit, along with
+    the device's own overhead."""
+    rank = _Rank(planned, share)
+    return max(step_bytes(planned, share), rank.updating(), key=Counter.total) + engine_bytes(planned)
 
 
 def host_bytes(planned: Planned, share: Share) -> int:
@@ -130,6 +132,13 @@ class _Rank:
                 "keys": 2 * share.keys * planned.shared_width * copies * planned.itemsize,
             }
         )
+
+    def updating(self) -> Bytes:
+        """What is held while the optimiser updates the weights: their gradients in fp32 and, by torch's AdamW, which
+        runs on a CPU, two more tensors of this size."""
+        held = {name: size for name, size in self.persistent().items() if name not in ("keys", "projections")}
+        part = math.ceil(self.planned.weights.trained / (self.planned.sizes.data * self.planned.sizes.sequence))
+        return Counter(held | {"update": 4 * part * (3 if self.planned.device == "cpu" else 1)})
 
     def loss_rows(self) -> int:
         """Teacher rows in one block of the loss."""
