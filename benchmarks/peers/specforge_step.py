@@ -10,7 +10,7 @@ Three of its functions are replaced where they cannot run (see `replace_what_can
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,9 +66,10 @@ def replace_what_cannot_run(specforge: SimpleNamespace, device: torch.device) ->
         for name in ("varlen_func", "varlen_backward"):
             setattr(llama, f"_std_flash_attn_{name}", _never)
         llama._std_flash_unpad_input = llama._std_flash_pad_input = _never
-        forward, backward = (_cpu_flash, _cpu_flash_backward) if device.type == "cpu" else (_flash, _flash_backward)
+        own = (_cpu_flash, _cpu_flash_gradients) if device.type == "cpu" else (_flash, _flash_gradients)
+        forward, gradients_of = own
         llama._standard_flash_attn_varlen_forward = forward
-        llama._standard_flash_attn_varlen_backward_call = backward
+        llama._standard_flash_attn_varlen_backward_call = _backward(gradients_of)
         replaced.append("flash-attn: torch's own flash attention")
     if device.type == "cpu":
         specforge.model.LogSoftmaxLoss = SimpleNamespace(apply=specforge.loss._compute_loss)
@@ -168,9 +169,9 @@ def _never(*arguments: Any, **named: Any) -> None:
     raise AssertionError("stands for a function of flash-attn, whose callers are replaced")
 
 
-# The four below take and return what SpecForge's functions do: q, k, v [batch, tokens, heads, head_dim], and the
-# log-sum-exp as [batch, heads, tokens]. SpecForge sets invalid rows to zero itself; under the causal mask no valid row
-# sees them.
+# The forward functions, and what `_backward` makes of the others, take and return what SpecForge's functions do: q, k
+# and v [batch, tokens, heads, head_dim], and the log-sum-exp as [batch, heads, tokens]. SpecForge sets invalid rows to
+# zero itself; under the causal mask no valid row sees them.
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, softmax_scale: float, causal: bool) -> tuple:
@@ -180,40 +181,14 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, softmax_scal
     return out, lse, None, None
 
 
-def _flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    attention_mask: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    softmax_scale: float,
-    causal: bool,
-) -> None:
+def _flash_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> tuple:
     seed = torch.empty(0, dtype=torch.uint64, device=q.device)  # of dropout
-    gradients = torch.ops.aten._flash_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        softmax_lse.contiguous(),
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
-        0.0,
-        causal,
-        seed,
-        seed,
-        scale=softmax_scale,
+    lengths = None, None, q.shape[1], k.shape[1]
+    return torch.ops.aten._flash_attention_backward(
+        dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale
     )
-    for into, gradient in zip((dq, dk, dv), gradients, strict=True):
-        into.copy_(gradient)
 
 
 def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, softmax_scale: float, causal: bool) -> tuple:
@@ -223,32 +198,32 @@ def _cpu_flash(q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor, softmax_
     return out.transpose(1, 2), lse, None, None
 
 
-def _cpu_flash_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    attention_mask: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    softmax_scale: float,
-    causal: bool,
-) -> None:
+def _cpu_flash_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool
+) -> list:
     gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout.transpose(1, 2).contiguous(),
         *_cpu_layout(q, k, v),
         out.transpose(1, 2).contiguous(),
-        softmax_lse.contiguous(),
+        lse,
         0.0,
         causal,
-        scale=softmax_scale,
+        scale=scale,
     )
-    for into, gradient in zip((dq, dk, dv), gradients, strict=True):
-        heads = gradient.unflatten(1, (into.shape[2], -1)).sum(2)  # of the queries that share a key
-        into.copy_(heads.transpose(1, 2))
+    # keys and values: summed over the queries that share one
+    return [
+        gradient.unflatten(1, (x.shape[2], -1)).sum(2).transpose(1, 2)
+        for gradient, x in zip(gradients, (q, k, v), strict=True)
+    ]
+
+
+def _backward(gradients_of: Callable[..., Sequence[Tensor]]) -> Callable[..., None]:
+    def backward(dout, q, k, v, out, softmax_lse, attention_mask, dq, dk, dv, softmax_scale, causal) -> None:
+        gradients = gradients_of(dout, q, k, v, out, softmax_lse.contiguous(), softmax_scale, causal)
+        for into, gradient in zip((dq, dk, dv), gradients, strict=True):
+            into.copy_(gradient)
+
+    return backward
 
 
 def _cpu_layout(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

@@ -94,7 +94,7 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x, weight, added, rows, gradient, wide):
         ctx.rows, ctx.gradient, ctx.adds = rows, gradient, added is not None
         ctx.save_for_backward(x, weight)
-        return _wide_product(x, weight[rows].t(), added) if wide else F.linear(x, weight)
+        return wide_product(x, weight[rows].t(), added) if wide else F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, grad):
@@ -106,7 +106,8 @@ class _Product(torch.autograd.Function):
         return d_x, None, d_added, None, None, None
 
 
-def _wide_product(x: Tensor, columns: Tensor, added: Tensor | None) -> Tensor:
+def wide_product(x: Tensor, columns: Tensor, added: Tensor | None = None) -> Tensor:
+    """x [n, h] times columns [h, v], plus `added`, in fp32 or wider, and not rounded in between."""
     exact = torch.promote_types(x.dtype, torch.float32)
     wide = {"out_dtype": exact} if x.device.type == "cuda" and x.dtype != exact else {}
     if not wide:

@@ -167,12 +167,10 @@ class DraftPass:
         self.all, self.queries, self.keys = slice(None), slice(0, sizes[0]), slice(sizes[0], None)
         halves = torch.cat(projections).chunk(2, 1)
         whole = (attention.linear_proj.weight, mlp.linear_fc1.weight, mlp.linear_fc2.weight)
-        self.of_embedding, self.of_hidden, self.proj, self.fc1, self.fc2 = (
-            SharedWeight(weight, exact) for weight in (*halves, *whole)
-        )
+        products = [SharedWeight(weight, exact) for weight in (*halves, *whole)]
+        self.of_embedding, self.of_hidden, self.proj, self.fc1, self.fc2 = products
         shared = {id(weight) for weight in (*projections, *whole)}
         others = (weight for weight in draft.parameters() if weight.requires_grad and id(weight) not in shared)
-        products = (self.of_embedding, self.of_hidden, self.proj, self.fc1, self.fc2)
         # All that the methods differentiate.
         self.weights = (*(each.weight for each in products), *others)
 

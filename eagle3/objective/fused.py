@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle3.attention.shared import add_product
-from eagle3.objective.softmaxes import PLAIN, Logits, LossKernel, share_peaks
+from eagle3.attention.shared import add_product, wide_product
+from eagle3.objective.softmaxes import Logits, LossKernel, share_peaks
 from eagle3.transfer import send
 
 # Columns of one block: 8 steps of 512 in fp32 take 32 registers of each of 128 threads. On an H100 that leaves room for
@@ -251,10 +251,7 @@ class FusedSoftmaxes:
 
 
 def _product(rows: Tensor, columns: Tensor) -> Tensor:
-    """Not rounded to the format of the factors, unlike torch's usual product."""
-    if rows.dtype == torch.float32:
-        return PLAIN.product(rows, columns)
-    return torch.mm(rows, columns.t(), out_dtype=torch.float32)
+    return wide_product(rows, columns.t())
 
 
 FUSED = LossKernel("fused", FusedSoftmaxes, _product, add_product)

@@ -114,14 +114,14 @@ def unroll(
     swiglu: None: the usual kernel.
     """
     rows, queries = len(inputs.plan.rows), len(inputs.query_positions)
-    chunk = max(rows, queries) if recompute == "none" or chunk is None else chunk
-    at_work = DraftPass(draft, exact=recompute != "none", swiglu=swiglu)
-    steps = torch.arange(len(inputs.query_tokens), device=inputs.query_positions.device)
     at_once = recompute == "none"
+    chunk = max(rows, queries) if at_once or chunk is None else chunk
+    at_work = DraftPass(draft, exact=not at_once, swiglu=swiglu)
+    steps = torch.arange(len(inputs.query_tokens), device=inputs.query_positions.device)
     rotations = at_work.rotation((inputs.query_positions + steps[:, None]).flatten()) if at_once else None
     tokens, weights = Embedded.of(at_work, inputs, share=at_once), at_work.weights
     entry = ChunkedWork(Entry(at_work, inputs, tokens), inputs.entry_cuts(chunk), weights)
-    hidden, *prefix = (entry.plainly if recompute == "none" else entry)()
+    hidden, *prefix = (entry.plainly if at_once else entry)()
     exchange = attention.start(KeyValue(*prefix))
     del prefix
     own: tuple[KeyValue, ...] = ()

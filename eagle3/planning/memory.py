@@ -28,8 +28,7 @@ def step_bytes(planned: Planned, share: Share) -> Bytes:
 def engine_bytes(planned: Planned) -> Bytes:
     """Memory of DeepSpeed's ZeRO, apart from the draft's own weights: fp32 masters, AdamW's two moments and the reduced
     gradients, divided among data and sequence ranks, plus buckets for gradients in flight."""
-    trained = planned.weights.trained
-    part = math.ceil(trained / (planned.sizes.data * planned.sizes.sequence))
+    trained, part = planned.weights.trained, _optimised(planned)
     return Counter(
         {
             "optimiser": 12 * part,
@@ -37,6 +36,11 @@ def engine_bytes(planned: Planned) -> Bytes:
             "buffers": planned.bucket * planned.itemsize,
         }
     )
+
+
+def _optimised(planned: Planned) -> int:
+    """Weights whose optimiser one rank holds: they are divided among data and sequence ranks."""
+    return math.ceil(planned.weights.trained / (planned.sizes.data * planned.sizes.sequence))
 
 
 def rank_bytes(planned: Planned, share: Share) -> Bytes:
@@ -137,8 +141,7 @@ class _Rank:
         """What is held while the optimiser updates the weights: their gradients in fp32 and, by torch's AdamW, which
         runs on a CPU, two more tensors of this size."""
         held = {name: size for name, size in self.persistent().items() if name not in ("keys", "projections")}
-        part = math.ceil(self.planned.weights.trained / (self.planned.sizes.data * self.planned.sizes.sequence))
-        return Counter(held | {"update": 4 * part * (3 if self.planned.device == "cpu" else 1)})
+        return Counter(held | {"update": 4 * _optimised(self.planned) * (3 if self.planned.device == "cpu" else 1)})
 
     def loss_rows(self) -> int:
         """Teacher rows in one block of the loss."""
