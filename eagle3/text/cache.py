@@ -5,6 +5,7 @@ Leftovers of killed processes are removed.
 
 import os
 import re
+import secrets
 import shutil
 import socket
 import tempfile
@@ -52,7 +53,7 @@ def beside(path: Path, resumable: bool = False) -> Iterator[Path]:
                 raise
             finally:
                 if not kept:
-                    shutil.rmtree(temporary, ignore_errors=True)
+                    _remove(temporary, path.name)
 
 
 def _made(path: Path) -> tuple[Path, BinaryIO]:
@@ -92,7 +93,14 @@ def _held(folder: Path) -> BinaryIO:
 def remove_unfinished(path: Path) -> None:
     """Remove this host's unfinished folder for `path`, which is whole now, unless a process is at work in it."""
     with suppress(OSError), _held(_unfinished(path)):
-        shutil.rmtree(_unfinished(path))
+        _remove(_unfinished(path), path.name)
+
+
+def _remove(folder: Path, name: str) -> None:
+    """Remove a folder of ours. It gets a name of its own first, because a process that claimed it after its lock file
+    is gone would lose what it writes. name: of what the folder was for"""
+    with suppress(OSError):
+        shutil.rmtree(folder.rename(folder.with_name(f".{name}.{secrets.token_hex(4)}")))
 
 
 @contextmanager
@@ -141,8 +149,11 @@ def remove_leftovers(folder: Path) -> None:
     for leftover in folder.iterdir():
         ours, unfinished = OURS.fullmatch(leftover.name), UNFINISHED.fullmatch(leftover.name)
         with suppress(OSError):  # its owner is just finishing
-            if (ours and _is_abandoned(leftover)) or (unfinished and _is_quiet(leftover)):
+            if ours and _is_abandoned(leftover):
                 shutil.rmtree(leftover)
+            elif unfinished and _is_quiet(leftover):
+                with _held(leftover):
+                    _remove(leftover, unfinished[1])
 
 
 def _is_abandoned(leftover: Path) -> bool:

@@ -230,6 +230,25 @@ def test_processes_that_find_the_same_damage_at_the_same_time_all_get_the_right_
     assert prepared(tmp_path, tokenizer, *ANSWERS).summary.cached
 
 
+def test_a_folder_that_is_being_removed_is_not_taken_for_an_unfinished_one(tmp_path, monkeypatch):
+    folder = tmp_path / "set"
+    remove, written = shutil.rmtree, []
+
+    def remove_slowly(going: Path, **options) -> None:
+        monkeypatch.setattr(shutil, "rmtree", remove)
+        (going / LOCK).unlink()  # from here on, nothing says that its owner lives
+        with pytest.raises(KeyboardInterrupt), replacing_folder(folder, resumable=True) as theirs:
+            written.append(theirs / "theirs")
+            written[0].touch()
+            raise KeyboardInterrupt
+        remove(going, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", remove_slowly)
+    with replacing_folder(folder, resumable=True):
+        pass
+    assert written[0].exists()
+
+
 def test_a_whole_folder_that_comes_between_the_look_and_the_rename_is_put_back(tmp_path):
     folder = tmp_path / "set"
     folder.mkdir()
