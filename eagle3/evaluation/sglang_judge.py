@@ -36,7 +36,7 @@ from eagle3.targets.sglang.asking import Generated, ServerInfo, ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
 from eagle3.targets.sglang.version import (
     CONTEXT_RESERVE,
-    cpu_attention_flags,
+    CPU_ATTENTION,
     decoding_flags,
     greedy_request,
     scores_request,
@@ -121,7 +121,7 @@ def judge_by_sglang(
 
     Raises UserError if a server does not start or answer.
     """
-    attention = [] if torch.cuda.is_available() or options.attention else cpu_attention_flags()
+    attention = () if torch.cuda.is_available() or options.attention else CPU_ATTENTION
     plain_flags = [*decoding_flags(), *attention]
     draft_flags = [*plain_flags, *speculative_flags(str(exported), *tree, window)]
     room = max(map(len, prompts)) + new_tokens + tree.room

@@ -4,7 +4,7 @@ If tensor-parallel ranks hold the logits in vocabulary shards, every rank gets t
 as without shards, and the draft vocabulary's columns for its own rows. No rank ever holds a whole row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -87,18 +87,29 @@ def summarize_teacher(
     Logits are fp32 even for bf16 inputs (fp64 for fp64 ones) and exist for one block at a time. Ties go to the lowest
     id.
     """
-    accumulate = torch.float64 if last.dtype == torch.float64 else torch.float32
-    # Half-precision products are exact in fp32, so a tensor-core matmul that returns its fp32 sums equals an fp32
-    # matmul and takes a fraction of the time. torch has it only on CUDA; elsewhere the head is converted once, for all
-    # blocks.
-    half_matmul = last.is_cuda and last.dtype == head.dtype and last.dtype in (torch.bfloat16, torch.float16)
-    weight = (head if half_matmul else head.to(accumulate)).T
-    blocks = []
+    logits_of, blocks = exact_logits(head, transform, last.dtype), []
     for rows in last.split(block_rows):
-        product = torch.mm(rows, weight, out_dtype=torch.float32) if half_matmul else rows.to(accumulate) @ weight
-        logits = transform.apply(product)
+        logits = logits_of(rows)
         blocks.append(TeacherSummary(logits.argmax(-1), logits.logsumexp(-1)))
     return TeacherSummary(*map(torch.cat, zip(*blocks, strict=True)))
+
+
+def exact_logits(head: Tensor, transform: LogitTransform, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """A function that computes `transform(last @ head.T)` [n, V] in fp32, even from bf16 (in fp64 from fp64), for last
+    hidden states [n, Ht] on the head's device. head: [V, Ht]. dtype: of the hidden states."""
+    accumulate = torch.float64 if dtype == torch.float64 else torch.float32
+    # Half-precision products are exact in fp32, so a tensor-core matmul that returns its fp32 sums equals an fp32
+    # matmul and takes a fraction of the time. torch has it only on CUDA; elsewhere the head is converted once, for all
+    # calls.
+    half_matmul = head.is_cuda and dtype == head.dtype and dtype in (torch.bfloat16, torch.float16)
+    weight = (head if half_matmul else head.to(accumulate)).T
+
+    def logits(last: Tensor) -> Tensor:
+        rows = last.to(dtype if half_matmul else accumulate)
+        product = torch.mm(rows, weight, out_dtype=torch.float32) if half_matmul else rows @ weight
+        return transform.apply(product)
+
+    return logits
 
 
 # By vocabulary shard --------------------------------------------------------------------------------------------------

@@ -230,10 +230,8 @@ def together(work: Callable[[], Any] | None, group: dist.ProcessGroup) -> Any:
     if group.size() > 1:
         dist.all_reduce(failed, dist.ReduceOp.MAX, group)
     if failed.item():
-        failures = [failure]
-        if group.size() > 1:
-            failures = [None] * group.size()
-            dist.all_gather_object(failures, failure, group=group)
+        failures = [None] * group.size()
+        dist.all_gather_object(failures, failure, group=group)
         raise UserError(next(filter(None, failures)))
     return result
 

@@ -1,6 +1,7 @@
 """The target's predictions for some rows, inside SGLang, from logits of which no rank has all columns."""
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from eagle3.errors import UserError
-from eagle3.targets.logits import BLOCK_ROWS, DraftColumns, ShardSummary, TeacherSummary, local_columns
-from eagle3.targets.sglang.version import head_of, local_logits, plain_weight, transform_of
+from eagle3.targets.logits import (
+    BLOCK_ROWS,
+    DraftColumns,
+    ShardSummary,
+    TeacherSummary,
+    exact_logits,
+    local_columns,
+)
+from eagle3.targets.sglang.version import Head, head_of, local_logits, plain_weight, transform_of
 
 
 class Taught(NamedTuple):
@@ -23,22 +31,19 @@ class Taught(NamedTuple):
     counts: list[int]  # how many of the rows each rank owns
 
 
-class ServedTeacher(ABC):
+class ServedTeacher:
     """Computes the target's predictions for some rows.
 
-    processor, module: SGLang's logits processor and its lm_head, sharded over the server's ranks or whole on each
-    draft_ids: [Vd] tokens of the draft vocabulary, if their logits are kept
+    logits: computes logits [n, V/tp] in this rank's columns for last hidden states [n, H]
+    head: this rank's part of the lm_head, which is sharded over the server's ranks or whole on each
+    draft_ids: [Vd] tokens of the draft vocabulary, if their logits are kept in place of last hidden states
     """
 
-    def __init__(self, processor: nn.Module, module: Any, draft_ids: Tensor | None = None) -> None:
-        self.processor, self.module, self.head, self.draft_ids = processor, module, head_of(module), draft_ids
+    def __init__(self, logits: Callable[[Tensor], Tensor], head: Head, draft_ids: Tensor | None = None) -> None:
+        self.logits, self.head, self.draft_ids = logits, head, draft_ids
         # Found once: on a GPU, the host waits for it.
         self.local = None if draft_ids is None else local_columns(draft_ids, self.head.first_id, self.head.valid)
         self.columns: DraftColumns | None = None
-
-    @abstractmethod
-    def logits(self, last: Tensor) -> Tensor:
-        """Logits [n, V/tp] in this rank's columns for last hidden states [n, H]."""
 
     def taught(self, last: Tensor, counts: list[int]) -> Taught:
         """What this rank's columns say of rows `last` [M, H], of which `counts` belong to each rank, the first one's
@@ -71,44 +76,24 @@ class ServedTeacher(ABC):
         return values, summary.argmax[own], summary.logsumexp[own]
 
 
-class HiddenTeacher(ServedTeacher):
-    """Keeps last hidden states, to which training applies the lm_head."""
-
-    def __init__(self, processor: nn.Module, module: Any) -> None:
-        super().__init__(processor, module)
-        self.weight = plain_weight(module)
-        if self.weight is None:
-            raise UserError(
-                "target.teacher: hidden, but this target's lm_head is not a plain matrix (quantised, or with a bias), "
-                "which training could apply; set target.teacher=logits"
-            )
-        self.half_matmul = self.weight.is_cuda and self.weight.dtype in (torch.bfloat16, torch.float16)
-        self.matrix = (self.weight if self.half_matmul else self.weight.float()).T
-        self.transform = transform_of(processor)
-
-    def logits(self, last: Tensor) -> Tensor:
-        if self.half_matmul:
-            return self.transform.apply(torch.mm(last.to(self.weight.dtype), self.matrix, out_dtype=torch.float32))
-        return self.transform.apply(last.float() @ self.matrix)
-
-
-class LogitsTeacher(ServedTeacher):
-    """Keeps the model's own logits for the draft vocabulary, in the order of draft ids."""
-
-    def logits(self, last: Tensor) -> Tensor:
-        return local_logits(self.processor, self.module, last)
-
-
 def make_teacher(processor: nn.Module, module: Any, draft_vocabulary: str | None) -> ServedTeacher:
-    """Create a server's teacher on one rank.
+    """Create a server's teacher on one rank. It keeps last hidden states, to which training applies the lm_head, or the
+    model's own logits for the draft vocabulary, in the order of draft ids.
 
     processor, module: SGLang's logits processor and lm_head
     draft_vocabulary: file with d2t, if logits are kept; otherwise None
 
     Raises UserError if this target cannot have such a teacher.
     """
+    head = head_of(module)
     if draft_vocabulary is None:
-        return HiddenTeacher(processor, module)
+        weight = plain_weight(module)
+        if weight is None:
+            raise UserError(
+                "target.teacher: hidden, but this target's lm_head is not a plain matrix (quantised, or with a bias), "
+                "which training could apply; set target.teacher=logits"
+            )
+        return ServedTeacher(exact_logits(weight, transform_of(processor), weight.dtype), head)
     try:
         d2t = load_file(draft_vocabulary)["d2t"]
     except (OSError, SafetensorError, KeyError) as error:
@@ -116,4 +101,5 @@ def make_teacher(processor: nn.Module, module: Any, draft_vocabulary: str | None
             f"{draft_vocabulary}: has no draft vocabulary that SGLang could read ({error}); share that folder among "
             "the server's machines, and run capture.py again"
         ) from error
-    return LogitsTeacher(processor, module, (d2t + torch.arange(len(d2t))).to(head_of(module).device))
+    draft_ids = (d2t + torch.arange(len(d2t))).to(head.device)
+    return ServedTeacher(partial(local_logits, processor, module), head, draft_ids)

@@ -258,6 +258,9 @@ def reported_settings(info: ServerInfo) -> dict[str, Any] | None:
 # What the judge and the export check need -----------------------------------------------------------------------------
 
 DRAFT_CLASS = "LlamaForCausalLMEagle3"  # the architecture that an export's config.json names
+# For the only backend that drafts several steps on a CPU. A single flag for prefill and decode would be ignored without
+# AMX.
+CPU_ATTENTION = ("--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx")
 CONTEXT_RESERVE = 6  # tokens of the context that no request can use (SGLang's tp_worker.py, get_worker_info)
 
 
@@ -280,12 +283,6 @@ def decoding_flags() -> list[str]:
     """Flags for a server that decodes from token ids. It has no prefix cache, so that all prompts are timed alike, and
     takes no core from another server while it has nothing to do."""
     return ["--skip-tokenizer-init", "--disable-radix-cache", "--sleep-on-idle"]
-
-
-def cpu_attention_flags() -> list[str]:
-    """Flags for the only backend that drafts several steps on a CPU. A single flag for prefill and decode would be
-    ignored without AMX."""
-    return ["--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"]
 
 
 def greedy_request(ids: Sequence[int], new_tokens: int) -> dict[str, Any]:
