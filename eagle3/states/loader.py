@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, count
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -32,16 +32,6 @@ class Reading(NamedTuple):
     supervised: Tensor  # [T] bool: the tokens that are trained on, of which all ranks together read what they need
     aux: Tensor  # the rows whose auxiliary states this rank reads
     teacher: Tensor  # the rows whose teacher's values it reads
-
-
-class HiddenStateSource(Protocol):
-    """Where hidden states come from."""
-
-    alone: bool  # whether a rank may call `rows` without the others, from one thread at a time
-
-    def rows(self, readings: Sequence[Reading]) -> list[Rows]:
-        """The rows of each reading. Unless `alone`, all ranks of a stream call this together, with the same samples,
-        each with its own rows."""
 
 
 class LiveSource:
@@ -201,6 +191,10 @@ class SpooledSource:
         return Ticket.of(self.job, sample.id, tokens, time_asked)
 
 
+# Where hidden states come from. `rows` gives the rows of each reading. If `alone`, a rank may call it without the
+# others, from one thread at a time; otherwise all ranks of a stream call it together, with the same samples, each with
+# its own rows.
+HiddenStateSource = LiveSource | StoredSource | SpooledSource
 Batch = TypeVar("Batch")  # what a loader makes of a stream
 
 

@@ -98,9 +98,6 @@ class KeptRows(NamedTuple):
 class Target(Protocol):
     """A frozen language model."""
 
-    hidden_size: int
-    vocab_size: int
-    aux_layers: tuple[int, int, int]  # 0-based, low to high; `prefill` returns their outputs as aux
     teacher: type[TeacherRows]  # the kind of teacher in its rows
 
     def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:

@@ -1,6 +1,5 @@
 """How much of each source an epoch of training has: a share or a number of its samples, chosen by a hash."""
 
-import hashlib
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -49,7 +48,7 @@ class Mixture(NamedTuple):
 def mixture(samples: SampleSet, parts: Sequence[Part], seed: int) -> Mixture:
     """An epoch's samples, in the order of the sources. The same for the same samples and seed. Raises UserError if a
     source gets none. samples: some of the stored samples of a set (others are held out)."""
-    bounds, ranks = np.cumsum([0, *(part.stored for part in parts)]), _ranks(samples, seed)
+    bounds, draws = np.cumsum([0, *(part.stored for part in parts)]), samples.draws(seed, b"mixture")
     lengths, supervised = samples.lengths, samples.count(lambda loss_mask: loss_mask)[:, 0]
     chosen, mixed = [], []
     for (source, _, weight, taken), (low, high) in zip(parts, pairwise(bounds), strict=True):
@@ -72,15 +71,8 @@ def mixture(samples: SampleSet, parts: Sequence[Part], seed: int) -> Mixture:
             )
         times, extra = divmod(number, len(places))
         counts = np.full(len(places), times)
-        counts[np.argsort(ranks[places], kind="stable")[:extra]] += 1
+        counts[np.argsort(draws[places], kind="stable")[:extra]] += 1
         chosen.append(np.repeat(places, counts))
         tokens, taught = int(counts @ lengths[places]), int(counts @ supervised[places])
         mixed.append(Mixed(source, len(places), number, tokens, taught))
     return Mixture(samples.subset(np.concatenate(chosen)), mixed)
-
-
-def _ranks(samples: SampleSet, seed: int) -> np.ndarray:
-    """A number for each sample, by which samples are chosen: uint64 [samples], from a hash of sample and seed."""
-    salt = b"mixture" + seed.to_bytes(8, "little", signed=True)
-    digests = (hashlib.sha256(salt + row.tobytes()).digest() for row in samples.digests[samples.indices])
-    return np.array([int.from_bytes(digest[:8], "little") for digest in digests], np.uint64)

@@ -305,13 +305,17 @@ class SampleSet:
         """
         if not fraction or len(self) < 2:
             return Split(self, self.subset([]))
-        salt = seed.to_bytes(8, "little", signed=True)
-        hashes = (hashlib.sha256(salt + row.tobytes()).digest() for row in self.digests[self.indices])
-        draws = np.array([int.from_bytes(digest[:8], "little") for digest in hashes], np.uint64)
+        draws = self.draws(seed)
         if (draws == draws[0]).all():
             raise UserError(f"data: all {len(self)} samples are identical, so none can be held out; add other data")
         held_out = ((draws < fraction * 2.0**64) | (draws == draws.min())) & (draws != draws.max())
         return Split(self.subset(np.flatnonzero(~held_out)), self.subset(np.flatnonzero(held_out)))
+
+    def draws(self, seed: int, purpose: bytes = b"") -> np.ndarray:
+        """A random number for each sample, from a hash of sample, seed and purpose: uint64 [samples]."""
+        salt = purpose + seed.to_bytes(8, "little", signed=True)
+        hashes = (hashlib.sha256(salt + row.tobytes()).digest() for row in self.digests[self.indices])
+        return np.array([int.from_bytes(digest[:8], "little") for digest in hashes], np.uint64)
 
     def by_repetition(self) -> Iterator[tuple[int, "SampleSet"]]:
         """The different samples of this set, in parts: those that it has once, twice and so on."""

@@ -194,10 +194,10 @@ def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(
         HiddenStateStore.open(str(path), {**needed, "codec": codec})
         for path, codec in ((one, "none"), (two, "lossless"))
     ]
-    lengths = [len(stores[0].tokens(sample_id).ids) for sample_id in stores[0].locations]
+    lengths = [len(stores[0].tokens_at([stores[0].locations[sample_id]])[0].ids) for sample_id in stores[0].locations]
     assert min(lengths) <= 40 < max(lengths)
     for sample_id in stores[0].locations:
-        tokens = stores[0].tokens(sample_id)
+        tokens = stores[0].tokens_at([stores[0].locations[sample_id]])[0]
         teacher = taught_rows(tokens.loss_mask).nonzero().flatten()
         request = RowRequest(sample_id, torch.arange(len(tokens.ids)), teacher)
         alone, together = (store.read([request])[0] for store in stores)

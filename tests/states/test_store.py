@@ -20,6 +20,7 @@ from store_cases import (
     same_rows,
     sample,
     sample_id,
+    stored_tokens,
     write,
 )
 
@@ -283,7 +284,7 @@ def test_prompts_have_no_last_hidden_states_on_the_disk(tmp_path, codec):
     tensors = load_file(next(tmp_path.glob("*.safetensors")))
     raw = 39 * 512 * 2  # rows 361 to 399 follow a supervised one
     assert 0.4 * raw < tensors["last"].nbytes <= raw
-    assert torch.equal(open_store(tmp_path, encoding).tokens(name).loss_mask, answer)
+    assert torch.equal(stored_tokens(open_store(tmp_path, encoding), name).loss_mask, answer)
 
 
 def test_reading_from_a_folder_maps_it_and_touches_little_of_it(tmp_path):
@@ -339,7 +340,7 @@ def test_membership_and_missing_name_what_is_not_there(tmp_path):
     assert len(store.locations) == 3 and sample_id(2) in store.locations and sample_id(4) not in store.locations
     assert store.missing([sample_id(9), sample_id(1), sample_id(4)]) == [sample_id(9), sample_id(4)]
     with pytest.raises(UserError, match=f"'{sample_id(4)}' is not in the store; run capture.py"):
-        store.tokens(sample_id(4))
+        store.read([RowRequest(sample_id(4), torch.arange(1), torch.arange(1))])
 
 
 def test_a_known_sample_is_ignored_and_add_says_so(tmp_path):

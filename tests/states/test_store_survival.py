@@ -405,17 +405,15 @@ def test_writers_that_begin_a_store_at_the_same_time_agree_on_what_it_is(tmp_pat
 
 
 def test_a_shard_whose_index_cannot_be_written_is_no_part_of_the_store(tmp_path):
-    writer = StoreWriter(tmp_path, PROVENANCE, PLAIN)
-    writer.add(*sample(1))
-    name = next(tmp_path.glob("*.partial")).name.removesuffix(".safetensors.partial")
-    (tmp_path / f"{name}.json").mkdir()
-    with pytest.raises(UserError, match="cannot be written .*; .* and run capture.py"):
-        writer.close()
+    refused = pytest.raises(UserError, match="cannot be written .*; .* and run capture.py")
+    with refused, StoreWriter(tmp_path, PROVENANCE, PLAIN) as writer:
+        writer.add(*sample(1))
+        name = next(tmp_path.glob("*.partial")).name.removesuffix(".safetensors.partial")
+        (tmp_path / f"{name}.json").mkdir()
     (tmp_path / f"{name}.json").rmdir()
-    writer.discard()
-    assert not list(tmp_path.glob("shard-*"))
     write(tmp_path, [1, 2])
     assert_holds(tmp_path, [1, 2])
+    assert len(list(tmp_path.glob("shard-*.safetensors"))) == 1
 
 
 def test_what_is_not_a_store_is_refused(tmp_path):

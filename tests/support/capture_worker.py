@@ -128,7 +128,7 @@ def content(store: Path) -> dict[str, str]:
     opened = HiddenStateStore.open(str(store), read_manifest(open_files(str(store))).provenance)
     digests = {}
     for sample_id in opened.locations:
-        tokens = opened.tokens(sample_id)
+        tokens = opened.tokens_at([opened.locations[sample_id]])[0]
         teacher = taught_rows(tokens.loss_mask).nonzero().flatten()
         (rows,) = opened.read([RowRequest(sample_id, torch.arange(len(tokens.ids)), teacher)])
         data = b"".join(rows_of.numpy().tobytes() for rows_of in (*rows.named().values(), tokens.ids))

@@ -14,7 +14,7 @@ from limits import HANG_SECONDS
 
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.states.store.check import Findings, check_store
-from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.reader import HiddenStateStore, RowRequest, StoredTokens
 from eagle3.states.store.shard import DATA_START, Encoding, ShardIndex, taught_rows
 from eagle3.states.store.writer import StoreWriter
 from eagle3.text.samples import sample_digest
@@ -69,8 +69,12 @@ def open_store(path, encoding: Encoding = PLAIN) -> HiddenStateStore:
     return HiddenStateStore.open(str(path), provenance_of(encoding))
 
 
+def stored_tokens(store: HiddenStateStore, sample: str) -> StoredTokens:
+    return store.tokens_at([store.locations[sample]])[0]
+
+
 def read_whole(store: HiddenStateStore, number: int, tokens: int | None = None) -> Rows:
-    loss_mask = store.tokens(sample_id(number, tokens)).loss_mask
+    loss_mask = stored_tokens(store, sample_id(number, tokens)).loss_mask
     teacher = taught_rows(loss_mask).nonzero().flatten()
     return store.read([RowRequest(sample_id(number, tokens), torch.arange(len(loss_mask)), teacher)])[0]
 
@@ -91,7 +95,7 @@ def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
         assert stored.aux.dtype == stored.teacher.values.dtype == dtype
         teacher = replace(states.teacher[taught], values=states.teacher.values[taught].to(dtype))
         assert same_rows(stored, Rows(states.aux.to(dtype), teacher))
-        tokens = store.tokens(sample_id(number))
+        tokens = stored_tokens(store, sample_id(number))
         assert torch.equal(tokens.ids, ids) and torch.equal(tokens.loss_mask, loss_mask)
     findings = check(path, numbers, encoding)
     assert findings.problems == [] and findings.samples == len(list(numbers))

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,15 +23,17 @@ EXPONENT_BIAS = 127
 LOWEST_EXPONENT = -126
 
 
-class Codec(Protocol):
-    """Encodes and decodes rows. Both methods may run in several threads at once."""
+class Raw:
+    """Codec `none`: stores the numbers as they are in memory. Like those of all codecs, both methods may run in several
+    threads at once."""
 
-    def encode(self, rows: Tensor, chunk_rows: int) -> Sequence[memoryview | bytes]:
+    def encode(self, rows: Tensor, chunk_rows: int) -> list[memoryview]:
         """Encode rows. Returns the bytes of each chunk.
 
         rows: [n, width] with n > 0, contiguous, on the CPU, in the store's dtype
         chunk_rows: rows in each chunk but the last
         """
+        return _chunks(_bytes_of(rows), len(rows), chunk_rows)
 
     def decode(self, data: memoryview, sizes: Sequence[int], out: Tensor) -> None:
         """Decode chunks into `out`.
@@ -42,15 +44,6 @@ class Codec(Protocol):
 
         Raises ValueError if the chunks do not encode n rows.
         """
-
-
-class Raw:
-    """Codec `none`: stores the numbers as they are in memory."""
-
-    def encode(self, rows: Tensor, chunk_rows: int) -> list[memoryview]:
-        return _chunks(_bytes_of(rows), len(rows), chunk_rows)
-
-    def decode(self, data: memoryview, sizes: Sequence[int], out: Tensor) -> None:
         target = _bytes_of(out)
         if len(data) != target.size:
             raise ValueError(f"{len(data)} bytes instead of {target.size}")
@@ -127,6 +120,9 @@ class Fp8:
         np.take(self.numbers, encoded[:, : self.width], out=_bits_of(out), mode="clip")
         scales = torch.from_numpy(encoded[:, self.width :].astype(np.int32)) - EXPONENT_BIAS
         out.view(len(out), -1, self.block).mul_(_powers_of_two(scales)[..., None].to(out.dtype))
+
+
+Codec = Raw | Lossless | Fp8
 
 
 def _powers_of_two(exponents: Tensor) -> Tensor:

@@ -179,12 +179,8 @@ class HiddenStateStore:
         """The ids among `sample_ids` that the store lacks, in their order."""
         return [sample_id for sample_id in sample_ids if sample_id not in self.locations]
 
-    def tokens(self, sample_id: str) -> StoredTokens:
-        """The tokens that the sample was captured from."""
-        return self.tokens_at([self._locate(sample_id)])[0]
-
     def tokens_at(self, locations: Sequence[Location]) -> list[StoredTokens]:
-        """Like `tokens`, for samples at known locations."""
+        """The tokens that the samples at these locations were captured from."""
         return [facts.tokens for facts in self._facts(locations)]
 
     def read(self, requests: Sequence[RowRequest]) -> list[Rows]:

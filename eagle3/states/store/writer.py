@@ -205,12 +205,6 @@ class StoreWriter(AbstractContextManager):
             self._shard.publish()
         self._shard = None
 
-    def close(self) -> None:
-        """Publish the samples that are not yet in a shard, and release the part."""
-        if self._shard:
-            self._publish()
-        self.discard()
-
     def discard(self) -> None:
         """Drop the samples that are not yet in a shard, and release the part."""
         if self._shard:
@@ -221,10 +215,10 @@ class StoreWriter(AbstractContextManager):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None:
-                self.close()
-            else:
+            if kind is not None:
                 self._keep_whole_samples()
+            elif self._shard:
+                self._publish()
         finally:
             self.discard()
 
