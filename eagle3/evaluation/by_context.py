@@ -1,6 +1,6 @@
 """Acceptance by context length (tokens before an answer): figures with confidence intervals, and tables of them."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from statistics import NormalDist
@@ -193,37 +193,37 @@ def ratio_intervals(counts: np.ndarray, verifications: np.ndarray, seed: int) ->
     """
     valid = verifications > 0
     counts, verifications = counts[valid], verifications[valid]
-    drawn = _resamples(len(verifications), seed)
-    if drawn is None:
-        return None
-    times, tail = drawn
-    ratios = (times @ counts) / (times @ verifications)[:, None]
-    return np.quantile(ratios, [tail, 1 - tail], axis=0).T
+    ends = _interval(lambda times: (times @ counts) / (times @ verifications)[:, None], len(verifications), seed)
+    return None if ends is None else ends.T
 
 
 def gain_interval(before: np.ndarray, after: np.ndarray, seed: int) -> tuple[float, float] | None:
     """The same kind of interval for a difference of two ratios over the same C conversations: before and after are
     [C, 2], of count and number. Conversations that have no number in one of them are left out."""
     valid = (before[:, 1] > 0) & (after[:, 1] > 0)
-    drawn = _resamples(int(valid.sum()), seed)
-    if drawn is None:
-        return None
-    times, tail = drawn
-    first, second = (times @ counts[valid] for counts in (before, after))
-    low, high = np.quantile(second[:, 0] / second[:, 1] - first[:, 0] / first[:, 1], [tail, 1 - tail])
-    return float(low), float(high)
+
+    def gain(times: np.ndarray) -> np.ndarray:
+        first, second = (times @ counts[valid] for counts in (before, after))
+        return second[:, 0] / second[:, 1] - first[:, 0] / first[:, 1]
+
+    ends = _interval(gain, int(valid.sum()), seed)
+    return None if ends is None else (float(ends[0]), float(ends[1]))
 
 
-def _resamples(conversations: int, seed: int) -> tuple[np.ndarray, float] | None:
-    """How often each resample draws each conversation [resamples, C], and the quantile at which an interval ends. None
-    if there are fewer than two conversations."""
+def _interval(of: Callable[[np.ndarray], np.ndarray], conversations: int, seed: int) -> np.ndarray | None:
+    """The interval's ends [2, ...] for numbers that depend on how often each conversation is drawn. None if there are
+    fewer than two conversations.
+
+    of: computes them [resamples, ...] from how often each resample draws each conversation [resamples, C]
+    """
     if conversations < 2:
         return None
     times = np.random.default_rng(seed).multinomial(
         conversations, np.full(conversations, 1 / conversations), size=RESAMPLES
     )
     reach = (conversations / (conversations - 1)) ** 0.5 * _student_quantile(conversations - 1)
-    return times, NormalDist().cdf(-reach)
+    tail = NormalDist().cdf(-reach)
+    return np.quantile(of(times), [tail, 1 - tail], axis=0)
 
 
 def _student_quantile(freedom: int) -> float:

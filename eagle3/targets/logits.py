@@ -148,8 +148,6 @@ class ShardSummary(NamedTuple):
     def merged(self, group: dist.ProcessGroup) -> TeacherSummary:
         """The summary over the full vocabulary, on every rank. Collective over `group`, whose ranks have the same rows.
         They exchange a maximum, a logsumexp and an id per row."""
-        if group.size() == 1:
-            return TeacherSummary(self.best, self.logsumexp)
         peaks = torch.stack((self.peak, self.logsumexp))
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
         best = torch.where(self.peak == peaks[0], self.best, _ELSEWHERE)
@@ -192,11 +190,6 @@ class DraftColumns:
         assert sum(widths) == len(draft_ids), f"{sum(widths)} of {len(draft_ids)} draft tokens are in exactly one shard"
         return cls(local, widths, group)
 
-    @property
-    def size(self) -> int:
-        """Size of the draft vocabulary, Vd."""
-        return sum(self.widths)
-
     def exchange(self, drafted: Tensor, rows: Sequence[int]) -> Tensor:
         """Exchange logits so that each rank gets its own rows with the whole draft vocabulary: [rows[own rank], Vd].
         Collective.
@@ -208,8 +201,6 @@ class DraftColumns:
         """
         own_count = rows[self.group.rank()]
         assert drafted.shape == (sum(rows), len(self.local))
-        if self.group.size() == 1:
-            return drafted
         receive_sizes = [own_count * each for each in self.widths]
         incoming = drafted.new_empty(sum(receive_sizes))
         dist.all_to_all_single(
