@@ -12,7 +12,7 @@ from eagle3.parallel.sizes import check_sizes, launched
 from eagle3.preflight.inputs import require_inputs, require_servers, require_store_place, require_weights
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe
-from eagle3.states.store.files import is_url
+from eagle3.states.store.files import is_url, open_files
 from eagle3.targets.sglang.installed import require_sglang
 from eagle3.training.stopping import RunStopped, StopSignals
 
@@ -80,15 +80,16 @@ def work(
     """Carries out what the options ask for. Returns this rank's exit code."""
     from eagle3.jobs.capture import fill, verify
     from eagle3.jobs.job import choose_draft, find_target, gather_inputs
-    from eagle3.jobs.provenance import has_captured, require_fitting_settings, require_fitting_store, spans_of
+    from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store, spans_of
     from eagle3.jobs.supply import server_line
     from eagle3.parallel.topology import agreed
     from eagle3.states.capture import wanted_samples
+    from eagle3.states.store.folder import has_shards
     from eagle3.states.store.writer import Part
 
     path, is_known = recipe.hidden_states.path, False  # whether this rank can compare the recipe with the store
     if topology.is_first and not options.print_server and (is_url(path) or Path(path, "store.json").exists()):
-        is_known = has_captured(path)
+        is_known = has_shards(open_files(path))  # a manifest alone was left by a capture that was refused, or gave up
     agreed((lambda: require_fitting_settings(recipe)) if is_known else None)
     watchdog.at("gathering the data")
     known = find_target(recipe, topology.device, console)

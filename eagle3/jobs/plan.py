@@ -13,7 +13,7 @@ from eagle3.parallel.sizes import check_sizes
 from eagle3.planning.fitting import MOST_TOKENS, RESERVED, PlannedStream, best_layout, longest_context, variants
 from eagle3.planning.memory import host_bytes, rank_bytes
 from eagle3.planning.step import Machine, Planned, Sizes, sent_bytes, step_flops, step_seconds
-from eagle3.recipe.schema import Memory, Recipe, Spans
+from eagle3.recipe.schema import Memory, Spans
 from eagle3.states.capture import token_bytes
 from eagle3.states.store.shard import Encoding
 from eagle3.training.deepspeed_file import deepspeed_config
@@ -59,17 +59,6 @@ def memory_plan(memory: Memory, device: str) -> MemoryPlan:
     return MemoryPlan(memory.recompute, (memory.block_mib or default) * 2**20)
 
 
-def recipe_stream(recipe: Recipe, data_ranks: int, supervised: float) -> PlannedStream | None:
-    """The longest stream that the recipe can pack, with every sample at data.max_length. None if the batch does not
-    divide evenly among this many data ranks."""
-    documents, left = divmod(recipe.training.global_batch_size, data_ranks * recipe.training.accumulation)
-    return (
-        None
-        if left
-        else spanned(PlannedStream(documents * recipe.data.max_length, documents, supervised), recipe.data.spans)
-    )
-
-
 def spanned(stream: PlannedStream, spans: Spans | None) -> PlannedStream:
     """The stream, with its supervised share limited to the tokens that these spans can cover."""
     most = stream.documents * spans.per_document * spans.length / stream.tokens if spans else 1.0
@@ -82,11 +71,16 @@ def plan(prospect: Prospect, planned: Planned, memory: float, context: int | Non
     """The whole plan as numbers (bytes, tokens, seconds)."""
     recipe, usable = prospect.recipe, memory * (1 - RESERVED)
 
-    def document(tokens: int) -> PlannedStream:
-        return spanned(PlannedStream(tokens, 1, supervised), recipe.data.spans)
+    def document(tokens: int, count: int = 1) -> PlannedStream:
+        return spanned(PlannedStream(count * tokens, count, supervised), recipe.data.spans)
 
     def stream_of(sizes: Sizes) -> PlannedStream | None:
-        return recipe_stream(recipe, sizes.data, supervised) if context is None else document(context)
+        """One document of this context or, without a context, the longest stream that the recipe can pack, with every
+        sample at data.max_length. None if the batch does not divide evenly among the data ranks."""
+        documents, left = divmod(recipe.training.global_batch_size, sizes.data * recipe.training.accumulation)
+        if context is not None:
+            return document(context)
+        return None if left else document(recipe.data.max_length, documents)
 
     stream = stream_of(planned.sizes)
     share = stream.share(planned)

@@ -123,11 +123,6 @@ def vocabulary_size(draft: Draft, target_vocab_size: int) -> int:
     return drafted_tokens(draft.vocab_size or _of_config(draft, "draft_vocab_size"), target_vocab_size)
 
 
-def draft_window(draft: Draft) -> int | None:
-    """How many keys a query of the draft can see; None for all."""
-    return draft.window or _of_config(draft, "window")
-
-
 def _of_config(draft: Draft, name: str) -> Any:
     """A value of model.draft.config; None without that file."""
     return getattr(read_draft_config(draft.config), name) if draft.config else None
@@ -136,7 +131,8 @@ def _of_config(draft: Draft, name: str) -> Any:
 def stored_settings(recipe: Recipe) -> dict[str, Any]:
     """The settings that a store records in addition to its provenance: how rows are encoded and, unless training may
     read every row, which rows are stored."""
-    hidden, window = recipe.hidden_states, draft_window(recipe.model.draft)
+    hidden, draft = recipe.hidden_states, recipe.model.draft
+    window = draft.window or _of_config(draft, "window")
     every_row = window is None or recipe.parallelism.query_selection == "all"
     rows = {} if every_row else {"window": window, "ttt_steps": recipe.training.ttt_steps}
     return {"codec": hidden.codec, "dtype": hidden.dtype, **rows}

@@ -11,7 +11,7 @@ from eagle3.preflight.inputs import files_of
 from eagle3.preflight.sameness import ABSENT, versions
 from eagle3.recipe.schema import Recipe
 from eagle3.states.store.files import open_files
-from eagle3.states.store.folder import WINDOW, Provenance, has_shards, read_manifest, read_own_manifest
+from eagle3.states.store.folder import WINDOW, Provenance, read_manifest, read_own_manifest
 from eagle3.text.encode import tokenizer_identity
 from eagle3.text.samples import Spans
 
@@ -57,12 +57,6 @@ def provenance(job: Job) -> Provenance:
 def store_provenance(job: Job) -> Provenance:
     """The settings with which a store must have been captured to serve this job."""
     return {**provenance(job), **stored_settings(job.recipe)}
-
-
-def has_captured(path: str) -> bool:
-    """Whether the store at a path holds anything. One that does not binds a capture to nothing: its manifest was left
-    by a capture that was refused, or gave up."""
-    return has_shards(open_files(path))
 
 
 def require_fitting_settings(recipe: Recipe) -> None:

@@ -307,10 +307,12 @@ def _compare_with_store(job: Job, probes: Iterable[tuple[str, Rows]], expected: 
 
 
 def _compare_servers(job: Job, say: Say) -> Rows:
-    """Raises UserError unless the recipe's servers compute the target's hidden states. Returns those of the probe
-    document."""
+    """Raises UserError unless the recipe's servers capture what this job needs, and compute the target's hidden states.
+    Returns those of the probe document."""
+    urls = job.recipe.target.servers
+    _require_servers(job, urls)
     expected = own_probe(job, say)
-    return require_same_target(_probes(job, job.recipe.target.servers, expected, say), expected, "transformers")
+    return require_same_target(_probes(job, urls, expected, say), expected, "transformers")
 
 
 @contextmanager
@@ -321,7 +323,6 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
         raise SharedUserError(
             f"target.servers: live training with SGLang needs running servers; for each, {START}, and name its URL"
         )
-    agreed((lambda: _require_servers(job, target.servers)) if topology.is_first else None)
     probe = agreed((lambda: _compare_servers(job, say)) if topology.is_first else None)
     settings, kept = hook_settings(job), store_encoding(job)
     most = round(target.spool_gib * 2**30 / topology.data.size())
