@@ -189,7 +189,8 @@ def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO
     if colour and lead:
         lead = painted(lead.rstrip(), colour, stream) + lead[len(lead.rstrip()) :]
     try:
-        stream.write(f"{lead}{printable(without_passwords(line))}\n")  # in one write, because several threads print
+        # in one write, because other threads and ranks print, too
+        stream.write(f"{lead}{printable(without_passwords(line))}\n")
         stream.flush()
     except BrokenPipeError:  # the reader is gone; the main thread will end the command when it next prints
         if threading.current_thread() is threading.main_thread():
@@ -198,9 +199,7 @@ def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO
 
 def tell_error(line: str, lead: str = "") -> None:
     """Prints an error on stderr after `lead` or `error:`. Never wraps it, so that the names in it can be copied."""
-    # In one write, because other ranks may print too.
-    sys.stderr.write(f"{lead or painted('error:', RED, sys.stderr)} {printable(without_passwords(line))}\n")
-    sys.stderr.flush()
+    tell(line, lead=f"{lead or 'error:'} ", colour=None if lead else RED, stream=sys.stderr)
 
 
 def printable(text: str, reserved: str = "") -> str:

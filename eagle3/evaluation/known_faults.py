@@ -37,9 +37,7 @@ class Reading(NamedTuple):
 
     def aux(self, text: WrittenText) -> Tensor:
         """The auxiliary states [T, 3Ht] that the draft reads."""
-        layers = self.exported.config.aux_layers
-        assert layers is not None, "the draft's config names its layers"
-        states = torch.cat([text.states[layer] for layer in layers], -1)
+        states = torch.cat([text.states[layer] for layer in self.exported.config.aux_layers], -1)
         if not self.shift:
             return states
         rows = torch.arange(len(states)) - self.shift
@@ -104,7 +102,6 @@ def _weighted(reading: Reading, name: str, remedy: str, **weights: Tensor) -> Ch
 
 def _of_states(reading: Reading) -> Iterator[Change]:
     layers = reading.exported.config.aux_layers
-    assert layers is not None
     shifted = [tuple(layer + shift for layer in layers) for shift in (-1, 1)]
     for other in (*shifted, *permutations(sorted(layers))):
         if other != layers and all(layer in reading.texts[0].states for layer in other):

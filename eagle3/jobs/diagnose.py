@@ -109,7 +109,7 @@ def diagnose_draft(
                 "the prompts in their other form",
                 "the draft was trained on prompts with the chat template where these have none, or without where these "
                 "have one: give it what it was trained on (data.chat_template, messages in place of text)",
-                _read(target, answers),
+                _read(target, prompts.other, answers),
                 EASIER,
             )
         )
@@ -126,11 +126,6 @@ def diagnose_draft(
     )
     diagnosis = replace(diagnosis, notes=[*exported.doubts, *diagnosis.notes])
     return DiagnosedDraft(figures, diagnosis, by_context)
-
-
-class Answered(NamedTuple):
-    ids: Tensor  # [T]: a prompt's tokens and the target's answer
-    prompt: int  # number of the prompt's tokens
 
 
 def _write(
@@ -151,11 +146,7 @@ def _write(
         Decoding(evaluation.draft_tokens, evaluation.new_tokens),
         report=console,
     )
-    answers = [
-        Answered(torch.cat((prompt, torch.tensor(each.output.tokens))), len(prompt))
-        for prompt, each in zip(prompts, decoded, strict=True)
-    ]
-    return decoded, _read(target, answers)
+    return decoded, _read(target, prompts, [each.output.tokens for each in decoded])
 
 
 def _by_context(
@@ -189,18 +180,21 @@ def _by_context(
 
 def _answers(
     target: TransformersTarget, prompts: Sequence[Tensor], new_tokens: int, console: Console
-) -> list[Answered]:
+) -> list[list[int]]:
     progress, answers = Progress(console, "answering the prompts in their other form", len(prompts), "prompts"), []
     for prompt in prompts:
-        tokens = plain_greedy(target, prompt, new_tokens=new_tokens).tokens
-        answers.append(Answered(torch.cat((prompt, torch.tensor(tokens))), len(prompt)))
+        answers.append(plain_greedy(target, prompt, new_tokens=new_tokens).tokens)
         progress.at(len(answers))
     return answers
 
 
-def _read(target: TransformersTarget, answers: Sequence[Answered]) -> list[WrittenText]:
+def _read(target: TransformersTarget, prompts: Sequence[Tensor], answers: Sequence[list[int]]) -> list[WrittenText]:
+    """Let the target read its answers after their prompts."""
     keep = layers_to_keep(target.aux_layers, len(target.layers))
-    return [read_text(target, answer.ids, answer.prompt, keep) for answer in answers]
+    return [
+        read_text(target, torch.cat((prompt, torch.tensor(answer))), len(prompt), keep)
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
 
 
 def _in_another_precision(
@@ -217,7 +211,8 @@ def _in_another_precision(
         return []
     try:
         target = target_of(known, exported, topology, console, aux_layers=exported.config.aux_layers, dtype=other)
-        read = _read(target, [Answered(text.ids, text.prompt) for text in texts])
+        prompts, answers = zip(*(text.ids.tensor_split([text.prompt]) for text in texts), strict=True)
+        read = _read(target, prompts, [answer.tolist() for answer in answers])
     except (UserError, torch.OutOfMemoryError) as error:
         console(f"the target in {other} was not tried ({first_sentence(error)})")
         return []

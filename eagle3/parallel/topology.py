@@ -108,8 +108,9 @@ def start_distributed(
     with meeting():
         if not dist.is_initialized():
             backend = "nccl" if device.type == "cuda" else "gloo"
-            if launched("WORLD_SIZE", 1) == 1:
-                _start_alone(backend, forming)
+            if launched("WORLD_SIZE", 1) == 1:  # no port that others could reach: the store is in its own memory
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=forming)
             deepspeed.init_distributed(
                 dist_backend=backend,
                 auto_mpi_discovery=False,
@@ -143,12 +144,6 @@ def start_distributed(
     )
     _set_timeout(topology, timeout)
     return topology
-
-
-def _start_alone(backend: str, timeout: datetime.timedelta) -> None:
-    """Becomes a job of one process, which needs no port that others could reach: the store is in its own memory."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
 def job_store(timeout: datetime.timedelta) -> dist.Store:

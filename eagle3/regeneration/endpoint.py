@@ -187,12 +187,12 @@ class Endpoint:
         self._last_seen = time.monotonic()
         self._looking = asyncio.Lock()
         self.timeout = timeout
-        self._client = Client(key, concurrency)
+        self.client = Client(key, concurrency)
 
     async def chat(self, body: dict[str, Any]) -> Answer:
         """Request one answer. Raises Refused, NoAnswer or Unfit."""
         try:
-            answer = await self._client.ask(f"{self.url}/chat/completions", Answer, self.timeout, body)
+            answer = await self.client.ask(f"{self.url}/chat/completions", Answer, self.timeout, body)
         except Declined as error:
             raise _failure(error) from error
         self._last_seen = time.monotonic()
@@ -215,9 +215,6 @@ class Endpoint:
                 self._last_seen = time.monotonic()
                 return True
             return False
-
-    async def close(self) -> None:
-        await self._client.aclose()
 
 
 def _failure(declined: Declined) -> Refused | Unfit:

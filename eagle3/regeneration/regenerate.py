@@ -141,7 +141,7 @@ class Regeneration:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             for endpoint in endpoints:
-                await endpoint.close()
+                await endpoint.client.aclose()
         if self.queue.left():
             causes = "; ".join(f"{endpoint.url}: {endpoint.dead}" for endpoint in endpoints)
             raise UserError(

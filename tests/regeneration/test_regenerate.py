@@ -513,7 +513,7 @@ def test_an_endpoint_that_died_while_it_waited_for_work_puts_it_back(tmp_path, s
             endpoint.dead = "gone"
             await run.queue.end(work, again=True)
             await asyncio.wait_for(waiting, HANG_SECONDS)
-            await endpoint.close()
+            await endpoint.client.aclose()
             return run, work
 
     run, work = asyncio.run(waits())
