@@ -51,8 +51,7 @@ ROOMS = (
     ("own keys", ("attention/fused_own",)),
     ("prefix attention", ("attention/",)),
     ("exchange", ("deepspeed ",)),
-    ("rope", ("draft/rope",)),
-    ("SwiGLU", ("draft/swiglu", "draft/fused_swiglu")),
+    ("rotation and SwiGLU", ("draft/rope", "draft/pointwise", "draft/fused_pointwise")),
 )
 CHOICES = {
     "recompute": get_args(Recompute),

@@ -117,7 +117,7 @@ def cost_of(namespace: str, call: Call) -> Cost:
     touched = sum(map(covered, (*call.inputs, *call.outputs)))
     if "attention" in call.name or call.name.startswith("flash4"):
         return _attention(call, touched)
-    if namespace == "eagle3" and call.name.startswith(("own_keys", "swiglu")):
+    if namespace == "eagle3" and call.name.startswith(("own_keys", "swiglu", "rotate")):
         return Cost("memory", 1, 0.0, touched)  # reads and writes each tensor once
     if namespace == "eagle3":
         declared = traffic(call.name, call.inputs, call.outputs)

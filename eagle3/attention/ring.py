@@ -8,6 +8,7 @@ own first, and merge them by log-sum-exp, so they give the same numbers.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -47,17 +48,21 @@ class RingAttention:
         """
         exact = torch.promote_types(q.dtype, torch.float32)
         kernels = self._kernels(q)
-        pieces, merging = self._pieces(kernels, schedules)
-        out = torch.zeros(q.shape, dtype=exact if merging else q.dtype, device=q.device)
-        lse = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
+        pieces, merging, whole = self._pieces(kernels, schedules, q)
+        if not whole:
+            out = torch.zeros(q.shape, dtype=exact if merging else q.dtype, device=q.device)
+            lse = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
         reached = 0  # rows before this may already hold the output of a piece
         for source, (key, value) in _shares(key_value, self):
             for piece in pieces[source]:
                 scoring, rows, keys = self._scoring(schedules[source], piece), piece.queries, piece.keys
                 kernel = kernels.of(piece.visibility, scoring.window)
                 part = kernel.forward(q[rows], key[keys], value[keys], scoring)
-                merged = rows.start < reached
-                out[rows], lse[rows] = merge_blocks(BlockOutput(out[rows], lse[rows]), part) if merged else part
+                if whole:
+                    out, lse = part
+                else:
+                    merged = rows.start < reached
+                    out[rows], lse[rows] = merge_blocks(BlockOutput(out[rows], lse[rows]), part) if merged else part
                 reached = max(reached, rows.stop)
         return BlockOutput(out.to(q.dtype), lse)
 
@@ -77,8 +82,8 @@ class RingAttention:
         """
         assert self.softcap is None, "no draft has a softcap"
         kernels = self._kernels(q)
-        pieces, merging = self._pieces(kernels, schedules)
-        dq = torch.zeros(q.shape, dtype=output.lse.dtype if merging else q.dtype, device=q.device)
+        pieces, merging, whole = self._pieces(kernels, schedules, q)
+        dq = None if whole else torch.zeros(q.shape, dtype=output.lse.dtype if merging else q.dtype, device=q.device)
         reached = 0
         for source, (key, value), share_gradient in _shares_with_gradients(key_value, gradient, self):
             for piece in pieces[source]:
@@ -91,7 +96,10 @@ class RingAttention:
                         *(tensor[rows, heads] for tensor in output),
                         scoring,
                     )
-                    dq[rows, heads] = dq[rows, heads] + part.q if rows.start < reached else part.q
+                    if dq is None:  # the first heads of the single block, which may be all
+                        dq = part.q if part.q.shape == q.shape else torch.empty_like(q)
+                    if dq is not part.q:
+                        dq[rows, heads] = dq[rows, heads] + part.q if rows.start < reached else part.q
                     share_gradient[0, keys, kv_heads] += part.k
                     share_gradient[1, keys, kv_heads] += part.v
                 reached = max(reached, rows.stop)
@@ -100,12 +108,16 @@ class RingAttention:
     def _kernels(self, q: Tensor) -> BlockKernels:
         return self.kernels or usual_kernels(q.device, q.dtype, q.shape[-1], self.softcap)
 
-    def _pieces(self, kernels: BlockKernels, schedules: tuple[PrefixSchedule, ...]) -> tuple[list[list[Piece]], bool]:
-        """Each ring rank's pieces, and whether outputs of several pieces have to be merged."""
+    def _pieces(
+        self, kernels: BlockKernels, schedules: tuple[PrefixSchedule, ...], q: Tensor
+    ) -> tuple[list[list[Piece]], bool, bool]:
+        """Each ring rank's pieces, whether outputs of several pieces have to be merged, and whether a single piece has
+        all queries, so that what a kernel returns is the whole result."""
         bands = [kernels.of("banded", schedule.window) is not None for schedule in schedules]
         pieces = [[*schedule.dense_pieces(band)] for schedule, band in zip(schedules, bands, strict=True)]
         sources = [source for source in self.sources if pieces[source]]
-        return pieces, len(sources) > 1 or any(overlap(pieces[source]) for source in sources)
+        merging = len(sources) > 1 or any(overlap(pieces[source]) for source in sources)
+        return pieces, merging, not merging and any(piece.queries == slice(0, len(q)) for piece in chain(*pieces))
 
     @property
     def sources(self) -> list[int]:

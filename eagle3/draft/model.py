@@ -1,8 +1,6 @@
 """The EAGLE3 draft: a decoder layer of Megatron-core's modules, which hold its weights, and a pass with these weights,
 which computes K_0 and V_0, and the parts of a TTT step before and after attention."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,8 +21,8 @@ from torch.distributed import ProcessGroup
 from eagle3.attention.shared import SharedWeight
 from eagle3.attention.ttt import KeyValue
 from eagle3.draft.config import DraftConfig
+from eagle3.draft.pointwise import Pointwise, Rotate, SwiGLU, pointwise_candidates
 from eagle3.draft.rope import RotaryEmbedding, Rotation
-from eagle3.draft.swiglu import SwiGLU, swiglu
 
 AUX_LAYERS = 3
 INITIAL_SCALE = 0.02
@@ -155,14 +153,14 @@ class DraftPass:
     token alone, so it is a call of its own (`embedded`), whose result steps that meet the token can share.
 
     exact: whether gradients of weights are summed in fp32 or wider, not in the weights' dtype.
-    swiglu: None: the usual kernel.
+    pointwise: None: the usual kernel.
     """
 
-    def __init__(self, draft: Eagle3Draft, exact: bool = True, swiglu: SwiGLU | None = None) -> None:
+    def __init__(self, draft: Eagle3Draft, exact: bool = True, pointwise: Pointwise | None = None) -> None:
         attention, mlp = draft.layer.self_attention, draft.layer.mlp
         projections = [linear.weight for linear in (attention.linear_q, attention.linear_k, attention.linear_v)]
         sizes = [len(weight) for weight in projections]
-        self.swiglu = swiglu
+        self.pointwise = pointwise or pointwise_candidates(draft.fc.weight.device, draft.fc.weight.dtype)[0]
         self.draft, self.layer, self.tensor, self.sizes = draft, draft.layer, draft.pg_collection.tp, sizes
         self.all, self.queries, self.keys = slice(None), slice(0, sizes[0]), slice(sizes[0], None)
         halves = torch.cat(projections).chunk(2, 1)
@@ -193,8 +191,7 @@ class DraftPass:
         embedded: for `keys`, of the token after each row (token 0 at the end of a document).
         """
         x = self._to_heads(self.layer.hidden_norm(hidden))
-        key, value = self._heads(self.of_hidden.wide_product(x, self.keys, embedded), self.sizes[1:])
-        return KeyValue(rotation(key).to(x.dtype), value.to(x.dtype))
+        return KeyValue(*self._rotated(self.of_hidden.wide_product(x, self.keys, embedded), rotation, self.sizes[1:]))
 
     def project(self, hidden: Tensor, embedded: Tensor, rotation: Rotation) -> tuple[Tensor, ...]:
         """The part of TTT step k before attention. Returns q [Q, local heads, d] and, except at step 0, K_k and V_k of
@@ -204,12 +201,8 @@ class DraftPass:
         embedded: for `queries` at step 0, otherwise for `all`, of the token k+1 positions after each query.
         """
         x = self._to_heads(self.layer.hidden_norm(hidden))
-        if embedded.shape[1] == self.sizes[0]:
-            (q,) = self._heads(self.of_hidden.wide_product(x, self.queries, embedded), self.sizes[:1])
-            return (rotation(q).to(x.dtype),)
-        q, key, value = self._heads(self.of_hidden.wide_product(x, self.all, embedded), self.sizes)
-        # a view as value would keep what q and k were rotated from
-        return rotation(q).to(x.dtype), rotation(key).to(x.dtype), value.to(x.dtype, copy=True)
+        rows, sizes = (self.all, self.sizes) if embedded.shape[1] > self.sizes[0] else (self.queries, self.sizes[:1])
+        return self._rotated(self.of_hidden.wide_product(x, rows, embedded), rotation, sizes)
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The part of a TTT step after attention. Maps hidden [Q, H], as passed to `project`, and attended [Q, local
@@ -226,16 +219,16 @@ class DraftPass:
 
     def mlp(self, x: Tensor) -> Tensor:
         """Maps x [Q, H] to [Q, H]."""
-        x = swiglu(self.fc1.product(self._to_heads(x)), self.swiglu)
+        x = SwiGLU.apply(self.fc1.product(self._to_heads(x)), self.pointwise)
         return reduce_from_tensor_model_parallel_region(self.fc2.product(x), self.tensor)
 
     def _to_heads(self, x: Tensor) -> Tensor:
         """x, which every tensor-parallel rank has, on its way to this rank's part of a weight."""
         return copy_to_tensor_model_parallel_region(x, self.tensor)
 
-    def _heads(self, projected: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
-        head_dim = self.draft.draft_config.head_dim
-        return tuple(part.unflatten(-1, (-1, head_dim)) for part in projected.split(sizes, -1))
+    def _rotated(self, projected: Tensor, rotation: Rotation, sizes: list[int]) -> tuple[Tensor, ...]:
+        heads = [size // self.draft.draft_config.head_dim for size in sizes]
+        return Rotate.apply(projected, *rotation, heads, self.draft.fc.weight.dtype, self.pointwise)
 
 
 def transformer_config(draft: DraftConfig, tensor_parallel: int, dtype: torch.dtype) -> TransformerConfig:

@@ -17,31 +17,17 @@ class Rotation(NamedTuple):
     cos: Tensor
     sin: Tensor
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotates x [tokens, heads, head_dim] by halves: pair i is (x[i], x[i + head_dim / 2])."""
-        return _Rotate.apply(x, *self)
+    def __call__(self, x: Tensor, back: bool = False) -> Tensor:
+        """Rotates x [tokens, heads, head_dim] by halves: pair i is (x[i], x[i + head_dim / 2]). back: the other way, as
+        gradients go."""
+        out, sign = torch.empty_like(x, memory_format=torch.contiguous_format), -1 if back else 1
+        (low, high), (to_low, to_high) = x.chunk(2, -1), out.chunk(2, -1)
+        torch.mul(low, self.cos, out=to_low).addcmul_(high, self.sin, value=-sign)
+        torch.mul(high, self.cos, out=to_high).addcmul_(low, self.sin, value=sign)
+        return out
 
     def at(self, rows: slice) -> "Rotation":
         return Rotation(self.cos[rows], self.sin[rows])
-
-
-class _Rotate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, cos, sin):
-        ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin, 1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return _rotated(grad, *ctx.saved_tensors, -1), None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    (low, high), (to_low, to_high) = x.chunk(2, -1), out.chunk(2, -1)
-    torch.mul(low, cos, out=to_low).addcmul_(high, sin, value=-sign)
-    torch.mul(high, cos, out=to_high).addcmul_(low, sin, value=sign)
-    return out
 
 
 class RotaryEmbedding:

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from eagle3.attention import block, cuda, plain
 from eagle3.attention.block import BlockKernels, block_candidates, own_candidates
 from eagle3.console import Console
-from eagle3.draft import swiglu
-from eagle3.draft.swiglu import swiglu_candidates
+from eagle3.draft import pointwise, rope
+from eagle3.draft.pointwise import pointwise_candidates
 from eagle3.durable import file_digest, write_text
 from eagle3.errors import SharedUserError
 from eagle3.kernels import blocks, loss, proof
 from eagle3.kernels import own as own_proof
-from eagle3.kernels import swiglu as swiglu_proof
+from eagle3.kernels import pointwise as pointwise_proof
 from eagle3.kernels.blocks import prove_blocks
 from eagle3.kernels.loss import prove_loss
 from eagle3.kernels.own import prove_own
+from eagle3.kernels.pointwise import prove_pointwise
 from eagle3.kernels.proof import Demand, Verdict
-from eagle3.kernels.swiglu import prove_swiglu
 from eagle3.objective import distill, softmaxes
 from eagle3.objective.distill import loss_candidates
 from eagle3.objective.model import Kernels
@@ -34,15 +34,15 @@ from eagle3.parallel.topology import gathered
 from eagle3.parsing import parse_json
 from eagle3.preflight.sameness import versions
 
-OWN, SWIGLU, LOSS = "own", "swiglu", "loss"
-OTHERS = (OWN, SWIGLU, LOSS)
+OWN, POINTWISE, LOSS = "own", "pointwise", "loss"
+OTHERS = (OWN, POINTWISE, LOSS)
 OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
-MODULES = (block, cuda, plain, swiglu, distill, softmaxes, proof, blocks, own_proof, swiglu_proof, loss)
+MODULES = (block, cuda, plain, pointwise, rope, distill, softmaxes, proof, blocks, own_proof, pointwise_proof, loss)
 # The import of the last three needs Triton.
 SOURCES = [
     *(Path(module.__file__) for module in MODULES),
     Path(block.__file__).with_name("fused_own.py"),
-    Path(swiglu.__file__).with_name("fused_swiglu.py"),
+    Path(pointwise.__file__).with_name("fused_pointwise.py"),
     Path(distill.__file__).with_name("fused.py"),
 ]
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -56,7 +56,8 @@ Names = Mapping[str, str | None]  # of the kernels that are used, likewise
 
 @dataclass(frozen=True)
 class Candidates:
-    """The kernels that may be used, by kind of block, and for own keys, SwiGLU and the loss; the usual ones first."""
+    """The kernels that may be used, by kind of block and for own keys, position-wise work and the loss; the usual ones
+    first."""
 
     of_kind: Mapping[str, Sequence[Any]]
 
@@ -67,7 +68,7 @@ class Candidates:
         if demand.window is None:
             of_kind["windowed"] = []
         of_kind[OWN] = own_candidates(device, demand.dtype) if demand.steps > 1 else []
-        of_kind[SWIGLU] = swiglu_candidates(device, demand.dtype) if demand.steps else []
+        of_kind[POINTWISE] = pointwise_candidates(device, demand.dtype) if demand.steps else []
         of_kind[LOSS] = loss_candidates(device, demand.dtype) if demand.columns else []
         return cls(of_kind) if pinned == "auto" else cls(of_kind)._pinned(pinned)
 
@@ -97,7 +98,7 @@ class Candidates:
         return {
             **{kind: prove_blocks(kind, each, demand, device, timed) for kind, each in blocks.items()},
             OWN: prove_own(self.of_kind[OWN], demand, device, timed),
-            SWIGLU: prove_swiglu(self.of_kind[SWIGLU], demand, device, timed),
+            POINTWISE: prove_pointwise(self.of_kind[POINTWISE], demand, device, timed),
             LOSS: prove_loss(self.of_kind[LOSS], demand, group, device, timed),
         }
 
@@ -116,15 +117,15 @@ class Choice:
 
     @property
     def line(self) -> str:
-        """For example `attention: flash (full, causal), efficient (masked), fused (own); swiglu: fused; loss: fused`;
-        without a draft, the first part."""
+        """For example `attention: flash (full, causal), efficient (masked), fused (own); pointwise: fused; loss: fused`
+        (without a draft, the first part)."""
         kinds: dict[str, list[str]] = {}
         for kind, name in self.names.items():
-            if kind not in (SWIGLU, LOSS) and name is not None:
+            if kind not in (POINTWISE, LOSS) and name is not None:
                 kinds.setdefault(name, []).append(kind)
         attention = ", ".join(f"{name} ({', '.join(of)})" for name, of in kinds.items())
         return f"attention: {attention}" + "".join(
-            f"; {kind}: {self.names[kind]}" for kind in (SWIGLU, LOSS) if self.names[kind]
+            f"; {kind}: {self.names[kind]}" for kind in (POINTWISE, LOSS) if self.names[kind]
         )
 
     @property
@@ -222,7 +223,7 @@ def changes(before: Names, now: Names) -> str:
 
 
 def described(kind: str) -> str:
-    return {LOSS: "the loss", OWN: "own keys", SWIGLU: "SwiGLU"}.get(kind, f"{kind} blocks of attention")
+    return {LOSS: "the loss", OWN: "own keys", POINTWISE: "position-wise work"}.get(kind, f"{kind} blocks of attention")
 
 
 def plain_values(table: Table) -> dict[str, list[dict[str, Any]]]:

@@ -11,7 +11,7 @@ from eagle3.attention.block import BlockKernels, OwnKernel
 from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
-from eagle3.draft.swiglu import SwiGLU
+from eagle3.draft.pointwise import Pointwise
 from eagle3.objective.distill import Distilled, LossBlocks, StepWeights, Teacher, distill
 from eagle3.objective.recompute import MemoryPlan, chunk_tokens
 from eagle3.objective.softmaxes import LossKernel
@@ -94,11 +94,11 @@ class BatchMaker:
 
 @dataclass(frozen=True)
 class Kernels:
-    """What computes attention, SwiGLU and loss; None: whatever is usual on the device."""
+    """What computes attention, position-wise work and loss; None: whatever is usual on the device."""
 
     blocks: BlockKernels | None = None
     own: OwnKernel | None = None
-    swiglu: SwiGLU | None = None
+    pointwise: Pointwise | None = None
     loss: LossKernel | None = None
 
 
@@ -117,7 +117,7 @@ class DraftObjective(nn.Module):
         kernels: Kernels = Kernels(),
     ) -> None:
         super().__init__()
-        self.draft, self.tensor, self.memory, self.swiglu = draft, topology.tensor, memory, kernels.swiglu
+        self.draft, self.tensor, self.memory, self.pointwise = draft, topology.tensor, memory, kernels.pointwise
         self.loss_blocks = LossBlocks(memory.block_bytes, kernels.loss)
         self.chunk = chunk_tokens(draft.draft_config, self.tensor.size(), draft.fc.weight.dtype, memory.block_bytes)
         self.attention = TTTAttention.over(
@@ -125,7 +125,7 @@ class DraftObjective(nn.Module):
         )
 
     def forward(self, batch: MicroBatch, weights: StepWeights) -> Distilled:
-        outputs = unroll(self.draft, self.attention, batch.inputs, self.memory.recompute, self.chunk, self.swiglu)
+        outputs = unroll(self.draft, self.attention, batch.inputs, self.memory.recompute, self.chunk, self.pointwise)
         return self.distilled(outputs, batch, weights)
 
     def distilled(self, outputs: Sequence[Tensor], batch: MicroBatch, weights: StepWeights) -> Distilled:

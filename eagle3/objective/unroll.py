@@ -11,8 +11,8 @@ from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
 from eagle3.attention.shared import SharedRows
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.model import DraftPass, Eagle3Draft
+from eagle3.draft.pointwise import Pointwise
 from eagle3.draft.rope import Rotation
-from eagle3.draft.swiglu import SwiGLU
 from eagle3.objective.recompute import ChunkedWork, Cut, Recompute, Step, cut_rows
 from eagle3.objective.streaming import StreamedRows
 from eagle3.parallel.sequence import NextTokens, SequencePlan, Stream
@@ -102,7 +102,7 @@ def unroll(
     inputs: UnrollInputs,
     recompute: Recompute = "none",
     chunk: int | None = None,
-    swiglu: SwiGLU | None = None,
+    pointwise: Pointwise | None = None,
 ) -> tuple[Tensor, ...]:
     """Runs the K steps. Returns their hidden outputs [Q, H]; `draft.output_norm` turns them into lm_head's input.
 
@@ -111,12 +111,12 @@ def unroll(
 
     recompute: what is run again in the backward pass instead of being saved (see Step).
     chunk: tokens of position-wise work at once; ignored if nothing is recomputed.
-    swiglu: None: the usual kernel.
+    pointwise: None: the usual kernel.
     """
     rows, queries = len(inputs.plan.rows), len(inputs.query_positions)
     at_once = recompute == "none"
     chunk = max(rows, queries) if at_once or chunk is None else chunk
-    at_work = DraftPass(draft, exact=not at_once, swiglu=swiglu)
+    at_work = DraftPass(draft, exact=not at_once, pointwise=pointwise)
     steps = torch.arange(len(inputs.query_tokens), device=inputs.query_positions.device)
     rotations = at_work.rotation((inputs.query_positions + steps[:, None]).flatten()) if at_once else None
     tokens, weights = Embedded.of(at_work, inputs, share=at_once), at_work.weights

@@ -9,22 +9,23 @@ import pytest
 import torch
 from cuda_operators import ByDefinition
 from places import SUPPORT
-from planted_kernels import ATTENTION_FAULTS, DEMAND, LOSS_FAULTS, OWN_FAULTS, SWIGLU_FAULTS, slow
+from planted_kernels import ATTENTION_FAULTS, DEMAND, LOSS_FAULTS, OWN_FAULTS, POINTWISE_FAULTS, slow
 from tiny_run import finish, launch
 
 from eagle3.attention import block
 from eagle3.attention.block import PLAIN_OWN, block_candidates
 from eagle3.attention.fused_own import FUSED_OWN
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.fused_swiglu import FUSED_SWIGLU
-from eagle3.draft.swiglu import PLAIN_SWIGLU
+from eagle3.draft.fused_pointwise import FUSED_POINTWISE
+from eagle3.draft.pointwise import PLAIN_POINTWISE
+from eagle3.draft.rope import Rotation
 from eagle3.errors import UserError
 from eagle3.kernels.blocks import prove_blocks
 from eagle3.kernels.choice import (
     LOSS,
     OTHERS,
     OWN,
-    SWIGLU,
+    POINTWISE,
     Candidates,
     agreement,
     changes,
@@ -36,8 +37,8 @@ from eagle3.kernels.choice import (
 )
 from eagle3.kernels.loss import prove_loss
 from eagle3.kernels.own import prove_own
+from eagle3.kernels.pointwise import prove_pointwise
 from eagle3.kernels.proof import Demand, Verdict
-from eagle3.kernels.swiglu import prove_swiglu
 from eagle3.objective.fused import FUSED
 from eagle3.objective.softmaxes import PLAIN
 
@@ -86,8 +87,8 @@ def test_the_plain_kernel_of_own_keys_is_right(dtype):
 
 
 @every_dtype
-def test_the_plain_kernel_of_swiglu_is_right(dtype):
-    (verdict,) = prove_swiglu([PLAIN_SWIGLU], replace(DEMAND, dtype=dtype), CPU, timed=False)
+def test_the_plain_kernel_of_position_wise_work_is_right(dtype):
+    (verdict,) = prove_pointwise([PLAIN_POINTWISE], replace(DEMAND, dtype=dtype), CPU, timed=False)
     assert verdict.right and 0 < verdict.error <= 1, verdict
 
 
@@ -107,14 +108,30 @@ def test_the_triton_kernel_of_own_keys_is_right(dtype, heads, kv_heads, head_dim
 
 @interpreted
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_triton_kernel_of_swiglu_is_right(dtype):
-    (verdict,) = prove_swiglu([FUSED_SWIGLU], replace(DEMAND, dtype=dtype), CPU, timed=False)
+def test_the_triton_kernel_of_position_wise_work_is_right(dtype):
+    (verdict,) = prove_pointwise([FUSED_POINTWISE], replace(DEMAND, dtype=dtype), CPU, timed=False)
     assert verdict.right and 0 < verdict.error <= 1, verdict
 
 
-@pytest.mark.parametrize(("fault", "reason"), SWIGLU_FAULTS, ids=lambda value: getattr(value, "name", ""))
-def test_a_wrong_kernel_of_swiglu_is_found_out_and_said_what_of(fault, reason):
-    (verdict,) = prove_swiglu([fault], DEMAND, CPU, timed=False)
+@interpreted
+@pytest.mark.parametrize("heads", [(5,), (3, 3), (70, 8, 8)], ids=str)
+def test_the_triton_kernel_cuts_and_rotates_whichever_parts_there_are(heads):
+    """A row of the last has more than one program's pairs."""
+    generator = torch.Generator().manual_seed(len(heads))
+    angles = torch.randn(7, 1, 20, generator=generator)
+    rotation, x = Rotation(angles.cos(), angles.sin()), torch.randn(7, sum(heads) * 40, generator=generator)
+    parts, expected = (
+        kernel.rotate(x, rotation, heads, torch.float32) for kernel in (FUSED_POINTWISE, PLAIN_POINTWISE)
+    )
+    back = (kernel.rotate_backward(expected, rotation) for kernel in (FUSED_POINTWISE, PLAIN_POINTWISE))
+    for actual, right in (*zip(parts, expected, strict=True), tuple(back)):
+        torch.testing.assert_close(actual, right, rtol=0, atol=1e-6 * float(x.abs().max()))
+    torch.testing.assert_close(PLAIN_POINTWISE.rotate_backward(expected, rotation), x)  # a rotation's inverse
+
+
+@pytest.mark.parametrize(("fault", "reason"), POINTWISE_FAULTS, ids=lambda value: getattr(value, "name", ""))
+def test_a_wrong_kernel_of_position_wise_work_is_found_out_and_said_what_of(fault, reason):
+    (verdict,) = prove_pointwise([fault], DEMAND, CPU, timed=False)
     assert not verdict.right and reason in verdict.reason
 
 
@@ -136,14 +153,14 @@ def test_a_wrong_kernel_of_the_loss_is_found_out_and_said_what_of(topology, faul
     assert not verdict.right and reason in verdict.reason
 
 
-def candidates(*attention, others=(PLAIN_OWN, PLAIN_SWIGLU, PLAIN)) -> Candidates:
+def candidates(*attention, others=(PLAIN_OWN, PLAIN_POINTWISE, PLAIN)) -> Candidates:
     of_others = {kind: [kernel] if kernel else [] for kind, kernel in zip(OTHERS, others, strict=True)}
     return Candidates({**dict.fromkeys(KINDS, attention), "banded": [], "windowed": [], **of_others})
 
 
 @pytest.fixture
 def small_timing(monkeypatch):
-    for room in ("blocks", "own", "swiglu", "loss"):
+    for room in ("blocks", "own", "pointwise", "loss"):
         monkeypatch.setattr(f"eagle3.kernels.{room}.TIMED_ROWS", 32)
 
 
@@ -153,7 +170,7 @@ def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, 
     choice = pick(of, of.prove(DEMAND, topology.alone, CPU, timed=True))
     assert choice.names == {**dict.fromkeys((*KINDS, *OTHERS), "plain"), "banded": None, "windowed": None}
     assert choice.kernels.blocks.causal is block.PLAIN and choice.kernels.loss is PLAIN
-    assert choice.line == "attention: plain (full, causal, masked, own); swiglu: plain; loss: plain"
+    assert choice.line == "attention: plain (full, causal, masked, own); pointwise: plain; loss: plain"
     assert [warning.split(":")[0] for warning in choice.warnings] == [
         f"kernel {wrong.name} is not used for {kind} blocks of attention" for kind in KINDS
     ]
@@ -167,7 +184,7 @@ def test_a_resumed_job_keeps_a_kernel_that_is_still_right_and_says_what_has_chan
         "banded": None,
         "windowed": None,
         OWN: "plain",
-        SWIGLU: "plain",
+        POINTWISE: "plain",
         LOSS: "fused",
     }
     kept = pick(of, table, before).names
@@ -261,7 +278,7 @@ def test_on_a_cpu_the_choice_is_fixed_and_a_kernel_can_be_pinned(topology, tmp_p
 
 def test_a_pinned_kernel_computes_what_it_can_and_the_usual_ones_the_rest():
     blocks = block_candidates(torch.device("cuda"), torch.bfloat16, 16)
-    of = Candidates({**blocks, OWN: [PLAIN_OWN], SWIGLU: [PLAIN_SWIGLU], LOSS: [PLAIN]})._pinned("efficient")
+    of = Candidates({**blocks, OWN: [PLAIN_OWN], POINTWISE: [PLAIN_POINTWISE], LOSS: [PLAIN]})._pinned("efficient")
     assert {kind: [each.name for each in kernels] for kind, kernels in of.of_kind.items()} == {
         **dict.fromkeys(KINDS, ["efficient"]),
         **dict.fromkeys(("banded", "windowed"), []),

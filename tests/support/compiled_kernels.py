@@ -16,10 +16,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from eagle3.attention import fused_own
-from eagle3.draft import fused_swiglu
+from eagle3.draft import fused_pointwise
 from eagle3.objective import fused
 
-INTEGERS = ("steps", "rows", "columns", "kv_heads", "width")
+INTEGERS = ("steps", "rows", "columns", "kv_heads", "width", "turning")
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
@@ -66,10 +66,14 @@ def of_own_keys() -> Iterator[tuple[str, dict[str, int]]]:
             yield f"own keys, {kernel.__name__}, {own} keys, groups of {group}, width {width}", result
 
 
-def of_swiglu() -> Iterator[tuple[str, dict[str, int]]]:
-    for kernel in (fused_swiglu._forward_kernel, fused_swiglu._backward_kernel):
-        yield f"SwiGLU, {kernel.__name__}", compiled(kernel, {}, {"COLUMNS": fused_swiglu.COLUMNS}, 4)
+def of_pointwise() -> Iterator[tuple[str, dict[str, int]]]:
+    constants = {"COLUMNS": fused_pointwise.COLUMNS}
+    for kernel in (fused_pointwise._swiglu_kernel, fused_pointwise._swiglu_backward_kernel):
+        yield kernel.__name__, compiled(kernel, {}, constants, 4)
+    tensors = dict.fromkeys(("x", "d_x", "cos", "sin"), "*fp32") | {"parts": ("*bf16",) * 3, "widths": ("i32",) * 3}
+    for kernel in (fused_pointwise._rotate_kernel, fused_pointwise._rotate_backward_kernel):
+        yield kernel.__name__, compiled(kernel, tensors, constants | {"HALF": 64}, 4)
 
 
 if __name__ == "__main__":
-    print(json.dumps(dict([*of_the_loss(), *of_own_keys(), *of_swiglu()])))
+    print(json.dumps(dict([*of_the_loss(), *of_own_keys(), *of_pointwise()])))

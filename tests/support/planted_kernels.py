@@ -10,8 +10,8 @@ from triton.compiler.errors import CompilationError
 
 from eagle3.attention.block import CPU, PLAIN, PLAIN_OWN, Kernel
 from eagle3.attention.plain import BlockGradients, BlockOutput
-from eagle3.draft.swiglu import PLAIN_SWIGLU
-from eagle3.kernels.choice import LOSS, OWN, SWIGLU, Candidates, agreement, parsed, pick, plain_values
+from eagle3.draft.pointwise import PLAIN_POINTWISE
+from eagle3.kernels.choice import LOSS, OWN, POINTWISE, Candidates, agreement, parsed, pick, plain_values
 from eagle3.kernels.proof import Demand
 from eagle3.objective import softmaxes
 from eagle3.parallel.topology import gathered, start_distributed, stop_distributed
@@ -86,18 +86,38 @@ OWN_FAULTS = [
     ),
     (PLAIN_OWN._replace(name="raises", forward=_does_not_compile), "raised CompilationError"),
 ]
-SWIGLU_FAULTS = [
+POINTWISE_FAULTS = [
     (
-        PLAIN_SWIGLU._replace(name="swapped", forward=lambda x: PLAIN_SWIGLU.forward(x.roll(len(x[0]) // 2, 1))),
-        "out is",
+        PLAIN_POINTWISE._replace(name="swapped", swiglu=lambda x: PLAIN_POINTWISE.swiglu(x.roll(len(x[0]) // 2, 1))),
+        "SwiGLU is off by",
     ),
     (
-        PLAIN_SWIGLU._replace(
-            name="forgets the slope", backward=lambda grad, x: PLAIN_SWIGLU.backward(grad, x).mul_(x.abs() < 3)
+        PLAIN_POINTWISE._replace(
+            name="forgets the slope",
+            swiglu_backward=lambda grad, x: PLAIN_POINTWISE.swiglu_backward(grad, x).mul_(x.abs() < 3),
         ),
-        "dx is off by",
+        "SwiGLU's gradient is off by",
     ),
-    (PLAIN_SWIGLU._replace(name="raises", backward=_does_not_compile), "raised CompilationError"),
+    (
+        PLAIN_POINTWISE._replace(
+            name="turns the values",
+            rotate=lambda x, rotation, heads, dtype: [
+                *PLAIN_POINTWISE.rotate(x, rotation, heads, dtype)[:2],
+                PLAIN_POINTWISE.rotate(x, rotation, [sum(heads)], dtype)[0][:, -heads[-1] :],
+            ],
+        ),
+        "rotation is off by",
+    ),
+    (
+        PLAIN_POINTWISE._replace(
+            name="turns on",
+            rotate_backward=lambda grads, rotation: PLAIN_POINTWISE.rotate_backward(
+                grads, rotation._replace(sin=-rotation.sin)
+            ),
+        ),
+        "rotation's gradient is off by",
+    ),
+    (PLAIN_POINTWISE._replace(name="raises", swiglu_backward=_does_not_compile), "raised CompilationError"),
 ]
 LOSS_FAULTS = [
     (softmaxes.PLAIN._replace(name="raises", softmaxes=_does_not_compile), "raised CompilationError"),
@@ -127,7 +147,7 @@ def job() -> None:
     rank = torch.distributed.get_rank()
     wrong = ATTENTION_FAULTS[0][0]._replace(name="cpu")
     blocks = dict.fromkeys(("full", "causal", "masked"), [wrong if rank else CPU, PLAIN])
-    others = {"banded": [], "windowed": [], OWN: [PLAIN_OWN], SWIGLU: [PLAIN_SWIGLU], LOSS: [softmaxes.PLAIN]}
+    others = {"banded": [], "windowed": [], OWN: [PLAIN_OWN], POINTWISE: [PLAIN_POINTWISE], LOSS: [softmaxes.PLAIN]}
     candidates = Candidates({**blocks, **others})
     table = candidates.prove(DEMAND, topology.alone, topology.device, timed=False)
     choice = pick(candidates, agreement([parsed(each) for each in gathered(plain_values(table))]))

@@ -1,0 +1,70 @@
+"""Proves kernels for SwiGLU and the rotation of heads (see proof.py)."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from eagle3.draft.pointwise import Pointwise
+from eagle3.draft.rope import Rotation
+from eagle3.kernels.proof import BOUNDS, TIMED_ROWS, Comparison, Demand, Verdict, judge
+
+ROWS, WIDTH, TIMED_WIDTH = 37, 1100, 2**13  # of a case; its width is not a multiple of a program's
+
+
+def prove_pointwise(kernels: Sequence[Pointwise], demand: Demand, device: torch.device, timed: bool) -> list[Verdict]:
+    case = _Case.random(demand, ROWS, WIDTH, device)
+
+    def compare(kernel: Pointwise) -> Iterator[Comparison]:
+        names = ("SwiGLU", "SwiGLU's gradient", "rotation", "rotation's gradient")
+        for name, actual, expected in zip(names, case.run(kernel), case.define(), strict=True):
+            yield Comparison(name, actual, expected, BOUNDS[demand.dtype])
+
+    large = _Case.random(demand, TIMED_ROWS, TIMED_WIDTH, device) if timed else None
+    return [judge(kernel, compare, large.run if large else None, device) for kernel in kernels]
+
+
+class _Case(NamedTuple):
+    """Inputs of both, with the gradients of their results."""
+
+    x: Tensor  # [tokens, 2I]
+    d_out: Tensor  # [tokens, I]
+    projected: Tensor  # [tokens, sum(heads) * d], in fp32 or wider, like the angles
+    angles: Tensor  # [tokens, 1, d / 2]
+    d_parts: Sequence[Tensor]  # each [tokens, heads, d]
+
+    @classmethod
+    def random(cls, demand: Demand, rows: int, width: int, device: torch.device) -> "_Case":
+        generator, exact = torch.Generator(device).manual_seed(rows), torch.promote_types(demand.dtype, torch.float32)
+
+        def draw(*shape: int, dtype: torch.dtype = demand.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+        heads, head_dim = (demand.heads, demand.kv_heads, demand.kv_heads), demand.head_dim
+        return cls(
+            draw(rows, 2 * width),
+            draw(rows, width),
+            draw(rows, sum(heads) * head_dim, dtype=exact),
+            draw(rows, 1, head_dim // 2, dtype=exact),
+            [draw(rows, each, head_dim) for each in heads],
+        )
+
+    def run(self, kernel: Pointwise) -> tuple[Tensor, ...]:
+        """SwiGLU and its gradient, the rotated parts as one tensor, and their gradient."""
+        rotation, heads = Rotation(self.angles.cos(), self.angles.sin()), [part.shape[1] for part in self.d_parts]
+        parts = kernel.rotate(self.projected, rotation, heads, self.x.dtype)
+        out, d_x = kernel.swiglu(self.x), kernel.swiglu_backward(self.d_out, self.x)
+        return out, d_x, torch.cat(parts, 1), kernel.rotate_backward(self.d_parts, rotation)
+
+    def define(self) -> tuple[Tensor, ...]:
+        """What `run` should return, by autograd, in fp64 on the CPU."""
+        x, d_out, projected, angles, *d_parts = (each.cpu().double() for each in (*self[:-1], *self.d_parts))
+        x, projected = x.requires_grad_(), projected.requires_grad_()
+        gate, up = x.chunk(2, 1)
+        out = gate / (1 + (-gate).exp()) * up
+        whole, plain = projected.unflatten(1, (-1, 2 * angles.shape[-1])), d_parts[-1].shape[1]
+        turned = torch.complex(*whole[:, :-plain].chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+        parts = torch.cat((torch.cat((turned.real, turned.imag), -1), whole[:, -plain:]), 1)
+        d_x, d_projected = torch.autograd.grad((out, parts), (x, projected), (d_out, torch.cat(d_parts, 1)))
+        return out.detach(), d_x, parts.detach(), d_projected
