@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,9 +118,7 @@ def unroll(
     at_once = recompute == "none"
     chunk = max(rows, queries) if at_once or chunk is None else chunk
     at_work = DraftPass(draft, exact=not at_once, pointwise=pointwise)
-    steps = torch.arange(len(inputs.query_tokens), device=inputs.query_positions.device)
-    rotations = at_work.rotation((inputs.query_positions + steps[:, None]).flatten()) if at_once else None
-    tokens, weights = Embedded.of(at_work, inputs, share=at_once), at_work.weights
+    tokens, weights = Tokens.of(at_work, inputs, share=at_once), at_work.weights
     entry = ChunkedWork(Entry(at_work, inputs, tokens), inputs.entry_cuts(chunk), weights)
     hidden, *prefix = (entry.plainly if at_once else entry)()
     exchange = attention.start(KeyValue(*prefix))
@@ -127,7 +126,7 @@ def unroll(
     own: tuple[KeyValue, ...] = ()
     outputs = []
     for k in range(len(inputs.query_tokens)):
-        work = StepWork(at_work, attention, inputs, tokens, rotations, k)
+        work = StepWork(at_work, attention, inputs, tokens, k)
         project_cuts = cut_rows(queries, chunk, outputs=3 if k else 1)  # q and, from step 1 on, K_k and V_k
         finish_cuts = cut_rows(queries, chunk, outputs=1)
         step = Step(
@@ -140,38 +139,51 @@ def unroll(
     return tuple(outputs)
 
 
+class Shared(NamedTuple):
+    """What steps share if nothing is recomputed."""
+
+    queried: SharedRows  # what the embeddings of queried tokens add to all projections
+    keys: SharedRows  # what the embeddings of all tokens add to keys and values
+    rotations: Rotation  # of all steps' queries, one step after the other
+
+
 @dataclass(frozen=True)
-class Embedded:
-    """What embeddings add to projections, at any places of UnrollInputs.tokens."""
+class Tokens:
+    """What a projection takes beside the hidden states: what embeddings add to it, and its rotation. It is computed
+    where it is needed, unless steps share it."""
 
     draft: DraftPass
-    tokens: Tensor
-    shared: tuple[SharedRows, SharedRows] | None  # of queried and of all tokens; None: computed where they are needed
+    inputs: UnrollInputs
+    shared: Shared | None
 
     @classmethod
-    def of(cls, draft: DraftPass, inputs: UnrollInputs, share: bool) -> "Embedded":
+    def of(cls, draft: DraftPass, inputs: UnrollInputs, share: bool) -> "Tokens":
         if not share:
-            return cls(draft, inputs.tokens, None)
+            return cls(draft, inputs, None)
         x = draft.embed(inputs.tokens)
         queried = draft.embedded(x[: inputs.queried], draft.all)
         keys = torch.cat((queried[:, draft.keys], draft.embedded(x[inputs.queried :], draft.keys)))
-        return cls(draft, inputs.tokens, (SharedRows(queried), SharedRows(keys)))
+        steps = torch.arange(len(inputs.query_tokens), device=inputs.query_positions.device)
+        rotations = draft.rotation((inputs.query_positions + steps[:, None]).flatten())
+        return cls(draft, inputs, Shared(SharedRows(queried), SharedRows(keys), rotations))
 
-    def at_queries(self, places: Tensor, first: bool) -> Tensor:
-        """For `DraftPass.project`. first: whether for step 0."""
-        rows = self.draft.queries if first else self.draft.all
+    def at_queries(self, k: int, rows: slice) -> tuple[Tensor, Rotation]:
+        """For `DraftPass.project` in step k; of all queries if shared."""
+        places, projections = self.inputs.query_tokens[k, rows], self.draft.all if k else self.draft.queries
         if self.shared is None:
-            return self._computed(places, rows)
-        return self.shared[0].at(places, rows)
+            return self._computed(places, projections), self.draft.rotation(self.inputs.query_positions[rows] + k)
+        rotation = self.shared.rotations.at(slice(k * len(places), (k + 1) * len(places)))
+        return self.shared.queried.at(places, projections), rotation
 
-    def at_keys(self, places: Tensor) -> Tensor:
+    def at_keys(self, rows: slice) -> tuple[Tensor, Rotation]:
         """For `DraftPass.prefix`."""
+        places, rotation = self.inputs.key_tokens[rows], self.draft.rotation(self.inputs.key_positions[rows])
         if self.shared is None:
-            return self._computed(places, self.draft.keys)
-        return self.shared[1].at(places, self.draft.all)
+            return self._computed(places, self.draft.keys), rotation
+        return self.shared.keys.at(places, self.draft.all), rotation
 
-    def _computed(self, places: Tensor, rows: slice) -> Tensor:
-        return self.draft.embedded(self.draft.embed(self.tokens[places]), rows)
+    def _computed(self, places: Tensor, projections: slice) -> Tensor:
+        return self.draft.embedded(self.draft.embed(self.inputs.tokens[places]), projections)
 
 
 @dataclass(frozen=True)
@@ -180,7 +192,7 @@ class Entry:
 
     draft: DraftPass
     inputs: UnrollInputs
-    tokens: Embedded
+    tokens: Tokens
 
     def __call__(self, cut: Cut) -> tuple[Tensor, ...]:
         draft, inputs = self.draft, self.inputs
@@ -190,8 +202,7 @@ class Entry:
             fused.index_select(0, slots - cut.rows.start)
             for slots in (inputs.query_slots[queries], inputs.key_slots[keys])
         )
-        embedded = self.tokens.at_keys(inputs.key_tokens[keys])
-        return hidden, *draft.prefix(prefix_hidden, embedded, draft.rotation(inputs.key_positions[keys]))
+        return hidden, *draft.prefix(prefix_hidden, *self.tokens.at_keys(keys))
 
 
 @dataclass(frozen=True)
@@ -201,17 +212,11 @@ class StepWork:
     draft: DraftPass
     attention: TTTAttention
     inputs: UnrollInputs
-    tokens: Embedded
-    rotations: Rotation | None  # of all steps' queries, one step after the other; None: computed where they are needed
+    tokens: Tokens
     k: int
 
     def project(self, cut: Cut, hidden: Tensor) -> tuple[Tensor, ...]:
-        embedded = self.tokens.at_queries(self.inputs.query_tokens[self.k, cut.rows], first=self.k == 0)
-        if self.rotations is None:
-            rotation = self.draft.rotation(self.inputs.query_positions[cut.rows] + self.k)
-        else:
-            rotation = self.rotations.at(slice(self.k * len(hidden), (self.k + 1) * len(hidden)))
-        return self.draft.project(hidden, embedded, rotation)
+        return self.draft.project(hidden, *self.tokens.at_queries(self.k, cut.rows))
 
     def attend(self, q: Tensor, shared: SharedKeyValue, own: tuple[KeyValue, ...]) -> Tensor:
         return self.attention(q, shared, self.inputs.schedules[self.k], own)
