@@ -27,7 +27,7 @@ from eagle3.errors import UserError, run_command
 from eagle3.evaluation.diagnosis import LEAST_GAIN, Measured, diagnose, measuring
 from eagle3.evaluation.known_faults import OtherTexts, Reading, Surroundings, layers_to_keep
 from eagle3.evaluation.prompts import choose_prompts
-from eagle3.evaluation.speculative import plain_greedy
+from eagle3.evaluation.speculative import plain_decoding
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
 from eagle3.jobs.diagnose import EASIER
 from eagle3.jobs.job import find_target, gather_inputs
@@ -133,13 +133,13 @@ def know(folder: Path, target: str) -> Known:
         OtherTexts("prompts without the chat template", "", [read_text(model, *each, keep) for each in plain], EASIER),
         OtherTexts("the target in two bits", "", [read_text(coarse, *each, keep) for each in answered]),
     ]
-    around = Surroundings(model.weights().embedding, {}, others)
-    return Known(texts, around, measuring(model.weights(), topology.modules_alone, DRAFT_TOKENS))
+    around = Surroundings(model.head.embedding, {}, others)
+    return Known(texts, around, measuring(model.head, topology.modules_alone, DRAFT_TOKENS))
 
 
 def answer(model: TransformersTarget, prompt: Tensor) -> tuple[Tensor, int]:
     """A prompt and the model's answer [T], and the prompt's length."""
-    tokens = torch.tensor(plain_greedy(model, prompt, new_tokens=NEW_TOKENS).tokens)
+    tokens = torch.tensor(plain_decoding(model, prompt, new_tokens=NEW_TOKENS).tokens)
     return torch.cat((prompt, tokens)), len(prompt)
 
 

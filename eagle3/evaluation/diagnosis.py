@@ -132,7 +132,14 @@ def diagnose(
     faults: list[Finding] = []
     tried: list[Finding] = []
     while len(faults) < MOST_FAULTS:
-        trials = _try_all(seen, now, around, measure, draft_tokens, report)
+        trials = []
+        for change in changes(seen, around, draft_tokens):
+            measured = measure(change.reading)
+            interval = gain_interval(now.counts, measured.counts, seed=0)
+            least = max(LEAST_GAIN, change.least_share * now.accepted)
+            finding = Finding(change.name, change.remedy, now.accepted, measured.accepted, interval, least)
+            report(f"{change.name}: {measured.accepted:.2f}")
+            trials.append(Trial(finding, change.reading, measured))
         tried = tried or sorted((trial.finding for trial in trials), key=lambda finding: -finding.gain)
         chosen = _chosen(trials)
         if chosen is None:
@@ -152,25 +159,6 @@ class Trial(NamedTuple):
     finding: Finding
     reading: Reading
     measured: Measured
-
-
-def _try_all(
-    reading: Reading,
-    now: Measured,
-    around: Surroundings,
-    measure: Callable[[Reading], Measured],
-    draft_tokens: int,
-    report: Say,
-) -> list[Trial]:
-    trials = []
-    for change in changes(reading, around, draft_tokens):
-        measured = measure(change.reading)
-        interval = gain_interval(now.counts, measured.counts, seed=0)
-        least = max(LEAST_GAIN, change.least_share * now.accepted)
-        finding = Finding(change.name, change.remedy, now.accepted, measured.accepted, interval, least)
-        report(f"{change.name}: {measured.accepted:.2f}")
-        trials.append(Trial(finding, change.reading, measured))
-    return trials
 
 
 def _chosen(trials: Sequence[Trial]) -> Trial | None:

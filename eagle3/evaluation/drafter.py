@@ -40,14 +40,6 @@ class Window(NamedTuple):
 FULL = Window(None, None)
 
 
-class LoadedDraft(NamedTuple):
-    """A frozen draft in eval mode, with its vocabulary on the same device."""
-
-    draft: Eagle3Draft
-    d2t: Tensor  # [Vd] int64
-    t2d: Tensor  # [V] bool
-
-
 def load_draft(
     folder: Path,
     target_head: TargetHead,
@@ -55,18 +47,19 @@ def load_draft(
     dtype: torch.dtype,
     device: torch.device,
     window: int | None = None,
-) -> LoadedDraft:
+) -> tuple[Eagle3Draft, Tensor]:
     """Read an exported draft as a serving engine would: from its files, and the target's embedding if it has none.
 
     window: in keys; overrides the draft's own
+
+    Returns the frozen draft in eval mode, and its d2t [Vd] on the same device.
 
     Raises UserError if the draft does not belong to this target.
     """
     exported = read_exported(folder)
     if window is not None:
         exported = replace(exported, config=replace(exported.config, window=window))
-    draft = draft_of(exported, target_head, groups, dtype)
-    return LoadedDraft(draft.to(device), exported.d2t.to(device), exported.t2d.to(device))
+    return draft_of(exported, target_head, groups, dtype).to(device), exported.d2t.to(device)
 
 
 def draft_of(

@@ -14,11 +14,12 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3.console import Say, counted
 from eagle3.draft.config import read_draft_config
+from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
 from eagle3.evaluation.by_context import ContextJudgement, DecodedContext
 from eagle3.evaluation.by_set import over_sets, set_lines, set_records
-from eagle3.evaluation.drafter import FULL, LoadedDraft, Window, load_draft, untrained_draft
+from eagle3.evaluation.drafter import FULL, Window, load_draft, untrained_draft
 from eagle3.evaluation.prompts import ContextPrompts
 from eagle3.evaluation.speculative import DecodedConversation, SpeculativeResult, chain_drafter, decode_conversations
 from eagle3.targets.transformers import TransformersTarget
@@ -71,6 +72,8 @@ class Judgement:
         """The result in words, line by line."""
         trained, speed = self.trained, self.trained.speed
         positions = " ".join(f"{share:.2f}" for share in trained.position_acceptance)
+        excess = trained.yielded + trained.conversations - trained.new_tokens  # each prefill gives one token
+        correction = f", less {excess:,} beyond the answers' length" if excess else ""
         return [
             f"acceptance length {trained.acceptance_length:.2f} (tokens per verification: accepted drafts and the "
             "target's own)",
@@ -79,7 +82,8 @@ class Judgement:
             *([f"untrained draft: acceptance length {self.untrained.acceptance_length:.2f}"] if self.untrained else []),
             f"accepted by draft position 1..{trained.draft_tokens}: {positions}",
             self._comparison(),
-            self._counts(),
+            f"{trained.yielded:,} tokens from {counted(trained.verifications, 'verification')}, and "
+            f"{trained.conversations:,} from the prefills{correction}: {trained.new_tokens:,} put out",
             f"{speed.speculative:.1f} tokens/s, {speed.plain:.1f} without the draft: {speed.gain:.2f} times as fast "
             f"(by {self.engine} {self.version}, one conversation at a time"
             f"{'' if self.same_load else '; not measured under the same load'})",
@@ -88,16 +92,6 @@ class Judgement:
     def table(self) -> list[str]:
         """The figures of each prompt set, line by line; empty if there are no two sets."""
         return set_lines(self.sets, self.sampling.seed) if len(self.sets) > 1 else []
-
-    def _counts(self) -> str:
-        """A line that shows how the verifications' tokens add up to the output."""
-        trained = self.trained
-        excess = trained.yielded + trained.conversations - trained.new_tokens  # each prefill gives one token
-        correction = f", less {excess:,} beyond the answers' length" if excess else ""
-        return (
-            f"{trained.yielded:,} tokens from {counted(trained.verifications, 'verification')}, and "
-            f"{trained.conversations:,} from the prefills{correction}: {trained.new_tokens:,} put out"
-        )
 
     def _comparison(self) -> str:
         trained = self.trained
@@ -133,18 +127,11 @@ def judge_export(
 
     Raises UserError if the draft does not belong to the target, or a prompt does not fit the target's context.
     """
-    (draft, d2t, _), window = _load(exported, target, groups, decoding.window)
+    draft, d2t, window = _load(exported, target, groups, decoding.window)
     decoded = decode_conversations(target, chain_drafter(target, draft, d2t), prompts, decoding, report=report)
     trained = SpeculativeResult.over(decoded)
-    weights = target.weights()
-    fresh = untrained_draft(
-        draft.draft_config,
-        weights,
-        groups,
-        seed=seed,
-        dtype=weights.embedding.dtype,
-        device=weights.embedding.device,
-    )
+    dtype = target.head.embedding.dtype
+    fresh = untrained_draft(draft.draft_config, target.head, groups, seed=seed, dtype=dtype, device=target.device)
     report("the same with an untrained draft, on the first few conversations")
     untrained = decode_conversations(
         target, chain_drafter(target, fresh, d2t), prompts[:UNTRAINED_CONVERSATIONS], decoding, report=report
@@ -206,7 +193,7 @@ def judge_by_context(
     A bucket is left out, with a line to `report`, if it has no prompts, if memory runs out, or if the target ends all
     its conversations with their first token. Raises UserError like `judge_export`, and if no bucket is left.
     """
-    (draft, d2t, _), window = _load(exported, target, groups, decoding.window)
+    draft, d2t, window = _load(exported, target, groups, decoding.window)
     decode = partial(decode_conversations, target, chain_drafter(target, draft, d2t), report=report)
     first = next((prompts[:1] for _, prompts in buckets if prompts), [])
     if first:  # so that no conversation's times hold what a process does once
@@ -229,7 +216,7 @@ def judge_by_context(
 
 def _load(
     exported: Path, target: TransformersTarget, groups: ProcessGroupCollection, window: int | None
-) -> tuple[LoadedDraft, Window]:
-    weights = target.weights()
-    loaded = load_draft(exported, weights, groups, weights.embedding.dtype, weights.embedding.device, window)
-    return loaded, Window(loaded.draft.draft_config.window, read_draft_config(exported / "config.json").window)
+) -> tuple[Eagle3Draft, Tensor, Window]:
+    dtype = target.head.embedding.dtype
+    draft, d2t = load_draft(exported, target.head, groups, dtype, target.device, window)
+    return draft, d2t, Window(draft.draft_config.window, read_draft_config(exported / "config.json").window)

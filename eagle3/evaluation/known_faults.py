@@ -90,14 +90,13 @@ def changes(reading: Reading, around: Surroundings, draft_tokens: int) -> Iterat
             yield Change(other.name, other.remedy, reading._replace(texts=other.texts), other.least_share)
 
 
+def _exported(reading: Reading, name: str, remedy: str, **fields: Any) -> Change:
+    """A reading of a draft of which these fields are others."""
+    return Change(name, remedy, reading._replace(exported=replace(reading.exported, **fields)))
+
+
 def _configured(reading: Reading, name: str, remedy: str, **values: Any) -> Change:
-    exported = reading.exported
-    return Change(name, remedy, reading._replace(exported=replace(exported, config=replace(exported.config, **values))))
-
-
-def _weighted(reading: Reading, name: str, remedy: str, **weights: Tensor) -> Change:
-    exported = reading.exported
-    return Change(name, remedy, reading._replace(exported=replace(exported, weights=exported.weights | weights)))
+    return _exported(reading, name, remedy, config=replace(reading.exported.config, **values))
 
 
 def _of_states(reading: Reading) -> Iterator[Change]:
@@ -181,35 +180,34 @@ def _of_vocabulary(reading: Reading) -> Iterator[Change]:
         rising = bool((ids.diff() > 0).all())
         fits = rising and int(ids.min()) >= 0 and int(ids.max()) < exported.config.vocab_size
         if fits and not torch.equal(d2t, exported.d2t):
-            yield Change(
+            yield _exported(
+                reading,
                 f"d2t as {name}",
                 "write d2t[i] = token id - i, and t2d true at the token ids, to its weights",
-                reading._replace(exported=replace(exported, d2t=d2t)),
+                d2t=d2t,
             )
 
 
 def _of_norms(reading: Reading) -> Iterator[Change]:
     exported, config = reading.exported, reading.exported.config
-    for key in ("norm_output", "norm_before_residual"):
+    wide = config.target_hidden_size
+    weights_of = {  # the sizes of the weights that go with a key, by their names
+        "norm_output": {},
+        "norm_before_residual": {},
+        "fc_norm": {f"fc_norm.{place}.weight": wide for place in range(AUX_LAYERS)},
+        "norm_before_fc": {"input_norm.weight": AUX_LAYERS * wide},
+    }
+    for key, sizes in weights_of.items():
         value = not getattr(config, key)
-        yield _configured(
+        rest = {name: weight for name, weight in exported.weights.items() if name not in sizes}
+        ones = {name: torch.ones(size) for name, size in sizes.items()} if value else {}
+        also = f", and {'weights of 1 to' if value else 'remove'} {', '.join(sizes)}" if sizes else ""
+        yield _exported(
             reading,
             f"{key} {'on' if value else 'off'}",
-            f"write {str(value).lower()} to {key} in {CONFIG}",
-            **{key: value},
-        )
-    wide = config.target_hidden_size
-    sizes = {f"fc_norm.{place}.weight": wide for place in range(AUX_LAYERS)}
-    for key, names in (("fc_norm", sizes), ("norm_before_fc", {"input_norm.weight": AUX_LAYERS * wide})):
-        value = not getattr(config, key)
-        rest = {name: weight for name, weight in exported.weights.items() if name not in names}
-        ones = {name: torch.ones(size) for name, size in names.items()} if value else {}
-        changed = replace(exported, config=replace(config, **{key: value}), weights=rest | ones)
-        yield Change(
-            f"{key} {'on' if value else 'off'}",
-            f"write {str(value).lower()} to {key} in {CONFIG}, and {'weights of 1 to' if value else 'remove'} "
-            f"{', '.join(names)}",
-            reading._replace(exported=changed),
+            f"write {str(value).lower()} to {key} in {CONFIG}{also}",
+            config=replace(config, **{key: value}),
+            weights=rest | ones,
         )
 
 
@@ -217,11 +215,11 @@ def _of_weights(reading: Reading, embedding: Tensor) -> Iterator[Change]:
     weights = reading.exported.weights
     own, head = weights.get(EMBEDDING), weights[HEAD]
     if own is not None and own.shape == embedding.shape and not torch.equal(own.to(embedding.dtype), embedding):
-        yield _weighted(
-            reading, "the target's embedding", f"leave {EMBEDDING} out of its weights", **{EMBEDDING: embedding}
-        )
+        replaced = weights | {EMBEDDING: embedding}
+        yield _exported(reading, "the target's embedding", f"leave {EMBEDDING} out of its weights", weights=replaced)
     if head.shape[0] == head.shape[1]:
-        yield _weighted(reading, "its head transposed", f"transpose {HEAD}", **{HEAD: head.T.contiguous()})
+        turned = weights | {HEAD: head.T.contiguous()}
+        yield _exported(reading, "its head transposed", f"transpose {HEAD}", weights=turned)
 
 
 def _of_window(reading: Reading, draft_tokens: int) -> Iterator[Change]:

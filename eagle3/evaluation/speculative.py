@@ -151,21 +151,18 @@ def speculative(
     return SpeculativeOutput(tokens[:new_tokens], verifications, Phases(*map(sum, zip(*laps, strict=True))))
 
 
-def plain_greedy(target: TransformersTarget, prompt: Tensor, *, new_tokens: int) -> PlainOutput:
-    """`plain_decoding` with the best token of each position."""
-    return plain_decoding(target, prompt, Greedy(), new_tokens=new_tokens)
-
-
 @torch.no_grad()
-def plain_decoding(target: TransformersTarget, prompt: Tensor, rule: AcceptanceRule, *, new_tokens: int) -> PlainOutput:
+def plain_decoding(
+    target: TransformersTarget, prompt: Tensor, rule: AcceptanceRule | None = None, *, new_tokens: int
+) -> PlainOutput:
     """Decode up to `new_tokens` tokens after prompt [P], stopping after an EOS, one token per forward. `rule` draws
-    each token."""
+    each token; default: greedily."""
     ends, session = end_tokens(target), TargetSession(target, can_forget=False)
     row, tokens, candidates, seconds = prompt.to(target.device), [], [], []
     while len(tokens) < new_tokens and ends.isdisjoint(tokens[-1:]):
         clock = Laps(target.device)
         logits = session.forward(row, rows=1)
-        row = rule.draw(logits).tokens
+        row = (rule or Greedy()).draw(logits).tokens
         tokens += row.tolist()
         seconds.append(clock.lap())
         best = logits[0].float().topk(min(CANDIDATES, logits.shape[1]))
@@ -231,20 +228,6 @@ class DecodedConversation(CountedConversation):
     """One that transformers decoded, with what it put out."""
 
     output: SpeculativeOutput
-
-    @classmethod
-    def of(cls, output: SpeculativeOutput, draft_tokens: int, **others) -> "DecodedConversation":
-        """Count the verifications of `output`, which had `draft_tokens` drafts each. others: the fields from verdict
-        on."""
-        verifications = output.verifications
-        return cls(
-            new_tokens=len(output.tokens),
-            verifications=len(verifications),
-            yielded=sum(len(each.tokens) for each in verifications),
-            accepted=[sum(each.accepted > i for each in verifications) for i in range(draft_tokens)],
-            output=output,
-            **others,
-        )
 
 
 @dataclass(frozen=True)
@@ -389,14 +372,17 @@ def decode_conversations(
         plain = plain_decoding(target, prompt, plain_rule, new_tokens=new_tokens)
         verdict = compare(output.tokens, plain) if sampling.greedy else None
         decoded.append(
-            DecodedConversation.of(
-                output,
-                draft_tokens,
-                timing=timing_of(len(prompt), draft_tokens, output, plain),
+            DecodedConversation(
+                new_tokens=len(output.tokens),
+                verifications=len(output.verifications),
+                yielded=sum(len(each.tokens) for each in output.verifications),
+                accepted=[sum(each.accepted > i for each in output.verifications) for i in range(draft_tokens)],
                 verdict=verdict,
                 plain_tokens=len(plain.tokens),
                 seconds_speculative=middle - start,
                 seconds_plain=time.perf_counter() - begin,
+                timing=timing_of(len(prompt), draft_tokens, output, plain),
+                output=output,
             )
         )
         if verdict == "mismatch":

@@ -23,7 +23,7 @@ from eagle3.evaluation.speculative import (
     SpeculativeResult,
     chain_drafter,
     decode_conversations,
-    plain_greedy,
+    plain_decoding,
 )
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
 from eagle3.jobs.evaluate import prompts_of, target_of, with_pay_offs
@@ -113,7 +113,7 @@ def diagnose_draft(
                 EASIER,
             )
         )
-    head = target.weights()
+    head = target.head
     del target  # before it is loaded again
     others += _in_another_precision(known, exported, head.embedding.dtype, texts, topology, console)
     diagnosis = diagnose(
@@ -137,7 +137,7 @@ def _write(
     console: Console,
 ) -> tuple[list[DecodedConversation], list[WrittenText]]:
     """Let target and draft answer the prompts. Returns how that went, and the texts."""
-    head = target.weights()
+    head = target.head
     draft = draft_of(exported, head, topology.modules_alone, head.embedding.dtype).to(target.device)
     decoded = decode_conversations(
         target,
@@ -183,7 +183,7 @@ def _answers(
 ) -> list[list[int]]:
     progress, answers = Progress(console, "answering the prompts in their other form", len(prompts), "prompts"), []
     for prompt in prompts:
-        answers.append(plain_greedy(target, prompt, new_tokens=new_tokens).tokens)
+        answers.append(plain_decoding(target, prompt, new_tokens=new_tokens).tokens)
         progress.at(len(answers))
     return answers
 

@@ -87,7 +87,7 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
             target = start_target(job, topology.device, job.vocabulary)
         keep_on = torch.device("cpu") if recipe.memory.inputs == "host" else topology.device
         source = LiveSource(target, topology.stream, topology.device, keep_on)
-        yield HiddenStateSupply(samples, spans, source, source, target.weights(), target)
+        yield HiddenStateSupply(samples, spans, source, source, target.head, target)
         return
     head = load_target_head(
         job.target,

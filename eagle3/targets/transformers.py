@@ -15,7 +15,7 @@ from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import decoder_layers, decoder_of, load_causal_lm
 from eagle3.targets.facts import length_ropes
 from eagle3.targets.head import model_head
-from eagle3.targets.logits import BLOCK_ROWS, TargetHead, TeacherSummary, check_tokens, summarize_teacher
+from eagle3.targets.logits import BLOCK_ROWS, TeacherSummary, check_tokens, summarize_teacher
 
 
 class TransformersTarget:
@@ -50,16 +50,12 @@ class TransformersTarget:
         count, kind = len(self.layers), self.decoder.config.model_type
         self.aux_layers = check_aux_layers(default_aux_layers(count, kind) if aux_layers is None else aux_layers, count)
         self.prefill_tokens = prefill_tokens
-        self.head = model_head(name, model, required=draft_ids is None)
+        self.head = model_head(name, model, required=draft_ids is None)  # on the model's device and in its dtype
         self.device = self.head.embedding.device
         self.vocab_size, self.hidden_size = self.head.vocab_size, self.head.hidden_size
         self.draft_ids = None if draft_ids is None else draft_ids.to(self.device)
         self.teacher = LastHidden if draft_ids is None else DraftLogits
         self._check_logits(name)
-
-    def weights(self) -> TargetHead:
-        """The frozen embedding and lm_head, on the model's device and in its dtype."""
-        return self.head
 
     def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
         """See `Target.prefill`. The tensors are on the model's device, each in its own storage.

@@ -192,7 +192,7 @@ def run(topology, tmp_path_factory):
     target = load_target(make_target(folder / "target"), dtype="float32")
     shape = derive_draft(target.model.config, draft_vocab_size=200, aux_layers=target.aux_layers)
     draft = untrained_draft(
-        shape, target.weights(), topology.modules, seed=0, dtype=torch.float32, device=torch.device("cpu")
+        shape, target.head, topology.modules, seed=0, dtype=torch.float32, device=torch.device("cpu")
     )
     t2d = torch.arange(shape.vocab_size) < 200
     weights = dict(draft.named_parameters())

@@ -38,7 +38,7 @@ def case(tmp_path_factory, topology):
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text(REVISION)
     tensors = load_file(export / "model.safetensors")
-    wrong = target.weights().embedding.roll(1, 0).contiguous().clone()
+    wrong = target.head.embedding.roll(1, 0).contiguous().clone()
     save_file(tensors | {EMBEDDING: wrong}, export / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -41,7 +41,7 @@ def specimen(folder, topology, **shape) -> Specimen:
     export_trained(folder, target, prompts, topology, **shape)
     keep = layers_to_keep(target.aux_layers, len(target.layers))
     texts = [written_text(target, prompt, NEW_TOKENS, keep) for prompt in prompts]
-    head = target.weights()
+    head = target.head
     return Specimen(
         Reading(read_exported(folder), texts),
         Surroundings(head.embedding, {}),

@@ -16,7 +16,7 @@ from eagle3.evaluation.speculative import (
     TargetSession,
     chain_drafter,
     decode_conversations,
-    plain_greedy,
+    plain_decoding,
 )
 from eagle3.targets.transformers import TransformersTarget
 
@@ -57,7 +57,7 @@ def last_token_target() -> TransformersTarget:
 def draft_for(target: TransformersTarget, vocabulary: int, topology) -> Eagle3Draft:
     config = derive_draft(target.model.config, draft_vocab_size=vocabulary, aux_layers=target.aux_layers)
     return untrained_draft(
-        config, target.weights(), topology.modules, seed=0, dtype=torch.float64, device=torch.device("cpu")
+        config, target.head, topology.modules, seed=0, dtype=torch.float64, device=torch.device("cpu")
     )
 
 
@@ -80,7 +80,7 @@ def equal_draft(target: TransformersTarget, topology) -> Eagle3Draft:
     attention.linear_v.weight[tokens, tokens] = 1
     attention.linear_v.weight[tokens, WIDTH + tokens] = -root / 4  # a single entry is sqrt(16) after its norm
     attention.linear_proj.weight.copy_(torch.eye(WIDTH))
-    head = target.weights().head
+    head = target.head.head
     draft.lm_head.weight.zero_()
     draft.lm_head.weight[:, :TOKENS] = (head[:, :TOKENS] + head[:, CONSTANT, None]) * root / 4
     return draft
@@ -140,7 +140,7 @@ def test_a_real_draft_that_equals_its_target_has_every_token_accepted(topology, 
     drafter = chain_drafter(target, equal_draft(target, topology), torch.zeros(TOKENS, dtype=torch.long))
     decoded, result = decode(target, drafter, short_prompts(), sampling)
     check_all_accepted(result, sampling)
-    greedy = [plain_greedy(target, prompt, new_tokens=NEW_TOKENS).tokens for prompt in short_prompts()]
+    greedy = [plain_decoding(target, prompt, new_tokens=NEW_TOKENS).tokens for prompt in short_prompts()]
     assert ([each.output.tokens for each in decoded] == greedy) == sampling.greedy, "other rules must be random"
 
 
@@ -173,7 +173,7 @@ def test_a_draft_that_guesses_is_accepted_as_often_as_the_theory_says(topology, 
     drafter = chain_drafter(target, draft, torch.zeros(TOKENS, dtype=torch.long))
     sampling = Sampling(temperature, seed=4)
     decoded, _ = decode(target, drafter, short_prompts() * 10, sampling)
-    head = target.weights().head
+    head = target.head.head
     logits = (head[:, :TOKENS] + head[:, CONSTANT, None]).T * 8**0.5
     chance = (logits / temperature).softmax(-1).clamp(max=1 / TOKENS).sum(-1)  # [TOKENS], after each
     expected, actual = [], []

@@ -15,7 +15,7 @@ from tiny_run import finish, launch, write_recipe
 
 from eagle3.console import Console
 from eagle3.evaluation.prompts import read_prompts
-from eagle3.evaluation.speculative import plain_greedy
+from eagle3.evaluation.speculative import plain_decoding
 from eagle3.jobs.evaluate import ByContext, judge_contexts
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import load_tokenizer
@@ -71,7 +71,7 @@ def case(topology, tmp_path_factory):
     files = {name: folder / f"{name}.jsonl" for name in ("few", "many")}
     files["few"].write_text("".join(lines[:1]))
     files["many"].write_text("".join(lines[1:]))
-    return Case(folder, recipe, files, [plain_greedy(loaded, each, new_tokens=NEW_TOKENS).tokens for each in ids])
+    return Case(folder, recipe, files, [plain_decoding(loaded, each, new_tokens=NEW_TOKENS).tokens for each in ids])
 
 
 def test_a_tree_is_lossless_and_its_figures_are_written(case):

@@ -16,11 +16,11 @@ from tiny_draft import export_trained, speculative_greedy
 from torch import Tensor
 
 from eagle3.console import Warned
-from eagle3.draft.interchange import export_draft
+from eagle3.draft.interchange import export_draft, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding, Drawn
-from eagle3.evaluation.drafter import ChainDrafter, LoadedDraft, load_draft
+from eagle3.evaluation.drafter import ChainDrafter, load_draft
 from eagle3.evaluation.sglang_judge import (
     DraftTree,
     Logits,
@@ -40,7 +40,7 @@ from eagle3.evaluation.speculative import (
     SpeculativeResult,
     chain_drafter,
     decode_conversations,
-    plain_greedy,
+    plain_decoding,
 )
 from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
@@ -99,9 +99,9 @@ def decoded(topology, tmp_path_factory):
     prompts = [torch.randint(3, VOCABULARY, (5 + 3 * i,), generator=generator) for i in range(6)]
     target = load_target(folder / "target", dtype="float32")
     export_trained(folder / "draft", target, prompts, topology)
-    name_end(folder / "target", plain_greedy(target, prompts[2], new_tokens=NEW_TOKENS).tokens[-8])
+    name_end(folder / "target", plain_decoding(target, prompts[2], new_tokens=NEW_TOKENS).tokens[-8])
     target = load_target(folder / "target", dtype="float32")
-    draft, d2t, _ = load_draft(folder / "draft", target.weights(), topology.modules, torch.float32, cpu)
+    draft, d2t = load_draft(folder / "draft", target.head, topology.modules, torch.float32, cpu)
 
     flags, generated = [*decoding_flags(), *CPU_ATTENTION], []
     chain = speculative_flags(str(folder / "draft"), *DraftTree.of(STEPS, 1, None))
@@ -121,7 +121,7 @@ def decoded(topology, tmp_path_factory):
                 target,
                 prompts,
                 decode_conversations(target, chain_drafter(target, draft, d2t), prompts, Decoding(STEPS, NEW_TOKENS)),
-                [plain_greedy(target, prompt, new_tokens=NEW_TOKENS) for prompt in prompts],
+                [plain_decoding(target, prompt, new_tokens=NEW_TOKENS) for prompt in prompts],
                 served,
                 served_plain,
                 *servers,
@@ -221,13 +221,14 @@ class Windowed:
     wrong windows."""
 
     folder: Path
-    loaded: LoadedDraft
+    draft: Eagle3Draft
+    d2t: Tensor
     window: int = 5
     others: tuple[int | None, ...] = (None, 4, 6)
 
     def set(self, window: int | None) -> Eagle3Draft:
-        self.loaded.draft.draft_config = replace(self.loaded.draft.draft_config, window=window)
-        return self.loaded.draft
+        self.draft.draft_config = replace(self.draft.draft_config, window=window)
+        return self.draft
 
     def served(self, decoded: Decoded, tree: DraftTree) -> list[TimedAnswer]:
         flags = [*decoding_flags(), *CPU_ATTENTION, *speculative_flags(str(self.folder), *tree, self.window)]
@@ -238,14 +239,14 @@ class Windowed:
 @pytest.fixture(scope="module")
 def windowed(decoded, topology, tmp_path_factory):
     folder, cpu = tmp_path_factory.mktemp("windowed"), torch.device("cpu")
-    loaded = load_draft(decoded.folder / "draft", decoded.target.weights(), topology.modules, torch.float32, cpu)
-    for name, weight in loaded.draft.named_parameters():
+    draft, d2t = load_draft(decoded.folder / "draft", decoded.target.head, topology.modules, torch.float32, cpu)
+    for name, weight in draft.named_parameters():
         if "self_attention" in name:
             weight.mul_(5)
-    windowed = Windowed(folder, loaded)
-    exported = {"d2t": loaded.d2t, "t2d": loaded.t2d, "dtype": torch.float32}
+    windowed = Windowed(folder, draft, d2t)
+    exported = {"d2t": d2t, "t2d": read_exported(decoded.folder / "draft").t2d, "dtype": torch.float32}
     weights = dict(windowed.set(windowed.window).named_parameters())
-    export_draft(folder, loaded.draft, weights, **exported, with_embedding=False)
+    export_draft(folder, draft, weights, **exported, with_embedding=False)
     return windowed
 
 
@@ -253,7 +254,7 @@ def test_a_draft_with_a_window_is_served_as_transformers_judges_it(decoded, wind
     lengths = {"draft_tokens": STEPS, "new_tokens": NEW_TOKENS}
 
     def judged(window):
-        draft, d2t = windowed.set(window), windowed.loaded.d2t
+        draft, d2t = windowed.set(window), windowed.d2t
         return [speculative_greedy(decoded.target, draft, d2t, prompt, **lengths) for prompt in decoded.prompts]
 
     others, own = [judged(each) for each in windowed.others], judged(windowed.window)
@@ -283,7 +284,7 @@ class Followed:
 
 def test_a_tree_under_a_window_accepts_as_the_definition_says(decoded, windowed):
     """Uses the whole tree of two steps with two branches each, so that the choice of its nodes does not matter."""
-    tree, d2t = DraftTree.of(2, 2, 7), windowed.loaded.d2t
+    tree, d2t = DraftTree.of(2, 2, 7), windowed.d2t
     served = windowed.served(decoded, tree)
     assert [each.answer.tokens for each in served] == [each.answer.tokens for each in decoded.served_plain]
     whole = [number for number, (answer, _) in enumerate(served) if answer.ended_by != "stop"]
@@ -292,7 +293,7 @@ def test_a_tree_under_a_window_accepts_as_the_definition_says(decoded, windowed)
         """Numbers of verifications that accepted 0, 1 or 2 drafts."""
         draft, prompt = windowed.set(window), decoded.prompts[number]
         # more than the output, because the last verification reaches beyond it
-        answer = plain_greedy(decoded.target, prompt, new_tokens=NEW_TOKENS + tree.steps + 1).tokens
+        answer = plain_decoding(decoded.target, prompt, new_tokens=NEW_TOKENS + tree.steps + 1).tokens
         text, counts = torch.cat((prompt, torch.tensor(answer))), [0] * (tree.steps + 1)
         (states,) = decoded.target.prefill([text])
         rows = len(prompt)  # rows that are known when a verification begins

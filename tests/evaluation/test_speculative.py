@@ -40,12 +40,12 @@ from eagle3.draft.interchange import export_draft, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding
-from eagle3.evaluation.drafter import ChainDrafter, LoadedDraft, load_draft, untrained_draft
+from eagle3.evaluation.drafter import ChainDrafter, load_draft, untrained_draft
 from eagle3.evaluation.judge import judge_export
 from eagle3.evaluation.speculative import (
     TargetSession,
     compare,
-    plain_greedy,
+    plain_decoding,
     tie_resolution,
 )
 from eagle3.parallel.topology import Topology
@@ -86,8 +86,8 @@ class Pair:
     prompts: list[Tensor]
     topology: Topology
 
-    def draft(self, dtype: torch.dtype = torch.float32) -> LoadedDraft:
-        return load_draft(self.folder, self.target.weights(), self.topology.modules, dtype, CPU)
+    def draft(self, dtype: torch.dtype = torch.float32) -> tuple[Eagle3Draft, Tensor]:
+        return load_draft(self.folder, self.target.head, self.topology.modules, dtype, CPU)
 
     def decode(self, draft: Eagle3Draft, d2t: Tensor, **changes):
         lengths = {"draft_tokens": DRAFT_TOKENS, "new_tokens": NEW_TOKENS} | changes
@@ -172,7 +172,7 @@ def defined_decoding(pair: Pair, prompt: Tensor, draft_tokens: int) -> tuple[lis
 
 def accepted_counts(pair: Pair, draft_tokens: int) -> set[int]:
     """Compares all decoding with the definition. Returns the numbers of accepted drafts that occur."""
-    draft, d2t, _ = pair.draft()
+    draft, d2t = pair.draft()
     seen = set()
     for prompt in pair.prompts:
         output = speculative_greedy(pair.target, draft, d2t, prompt, draft_tokens=draft_tokens, new_tokens=NEW_TOKENS)
@@ -184,10 +184,8 @@ def accepted_counts(pair: Pair, draft_tokens: int) -> set[int]:
 
 
 def test_off_the_cpu_a_draft_is_judged_by_plain_products_which_need_no_proof(pair):
-    loaded = pair.draft()
-    kernels = [
-        ChainDrafter(loaded.draft.to(device), loaded.d2t, 8).attention.ring.kernels for device in ("cpu", "meta")
-    ]
+    draft, d2t = pair.draft()
+    kernels = [ChainDrafter(draft.to(device), d2t, 8).attention.ring.kernels for device in ("cpu", "meta")]
     assert kernels[0] is None and set(kernels[1].names.values()) == {"plain", None}
 
 
@@ -200,7 +198,7 @@ def test_drafts_and_accepted_counts_equal_the_definition_without_caches(pair):
 def test_a_draft_that_lives_by_its_attention_drafts_by_the_definition(pair, tmp_path, window):
     """With large projections every key matters, including those of the chain's earlier steps. Under a window, the last
     keys do."""
-    draft, d2t, t2d = pair.draft()
+    (draft, d2t), t2d = pair.draft(), read_exported(pair.folder).t2d
     draft.draft_config = dataclasses.replace(draft.draft_config, window=window)
     for name, weight in draft.named_parameters():
         if "self_attention" in name:
@@ -225,11 +223,11 @@ def test_output_is_the_targets_own_greedy_text(make, draft_tokens, topology):
             expected.append(tokens[len(prompt) :])
     used = torch.tensor(expected).unique()[:4]
     config = derive_draft(target.model.config, draft_vocab_size=len(used), aux_layers=target.aux_layers)
-    draft = untrained_draft(config, target.weights(), topology.modules, seed=0, dtype=torch.float32, device=CPU)
+    draft = untrained_draft(config, target.head, topology.modules, seed=0, dtype=torch.float32, device=CPU)
     d2t = used - torch.arange(len(used))
     for prompt, tokens in zip(prompts, expected, strict=True):
         output = speculative_greedy(target, draft, d2t, prompt, draft_tokens=draft_tokens, new_tokens=NEW_TOKENS)
-        plain = plain_greedy(target, prompt, new_tokens=NEW_TOKENS)
+        plain = plain_decoding(target, prompt, new_tokens=NEW_TOKENS)
         assert output.tokens == plain.tokens == tokens
         assert compare(output.tokens, plain) == "identical"
 
@@ -239,7 +237,7 @@ def test_a_draft_that_is_always_right_has_every_token_accepted(pair):
     model = tiny_llama()
     model.lm_head.weight.data.zero_()
     target = as_target(model)
-    draft, d2t, _ = pair.draft()
+    draft, d2t = pair.draft()
     draft.lm_head.weight.data.zero_()
     result = decode_speculatively(target, draft, -torch.zeros_like(d2t), pair.prompts, draft_tokens=3, new_tokens=30)
     assert result.acceptance_length == 4.0
@@ -249,7 +247,7 @@ def test_a_draft_that_is_always_right_has_every_token_accepted(pair):
 
 
 def test_counts_agree_and_training_shows(pair):
-    draft, d2t, _ = pair.draft()
+    draft, d2t = pair.draft()
     result = pair.decode(draft, d2t)
     assert result.acceptance_length == pytest.approx(1 + sum(result.position_acceptance))
     assert sorted(result.accepted, reverse=True) == result.accepted
@@ -258,14 +256,14 @@ def test_counts_agree_and_training_shows(pair):
         chance *= conditional
         assert share == pytest.approx(chance)
     untrained = untrained_draft(
-        draft.draft_config, pair.target.weights(), pair.topology.modules, seed=0, dtype=torch.float32, device=CPU
+        draft.draft_config, pair.target.head, pair.topology.modules, seed=0, dtype=torch.float32, device=CPU
     )
     assert result.acceptance_length > pair.decode(untrained, d2t).acceptance_length + 0.5
     assert result.as_dict()["acceptance_length"] == result.acceptance_length
 
 
 def test_a_draft_is_judged_with_another_window_as_if_it_had_that_and_the_result_names_both(pair, tmp_path):
-    draft, d2t, t2d = pair.draft()
+    (draft, d2t), t2d = pair.draft(), read_exported(pair.folder).t2d
     draft.draft_config = dataclasses.replace(draft.draft_config, window=6)
     weights = dict(draft.named_parameters())
     export_draft(tmp_path, draft, weights, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=False)
@@ -287,7 +285,7 @@ def test_a_draft_is_judged_with_another_window_as_if_it_had_that_and_the_result_
 
 def test_nothing_after_an_eos_counts(pair, monkeypatch):
     """Every token that appears in the output becomes the EOS in turn."""
-    draft, d2t, _ = pair.draft()
+    draft, d2t = pair.draft()
     lengths = {"draft_tokens": DRAFT_TOKENS, "new_tokens": NEW_TOKENS}
     ends, cases = pair.target.model.generation_config, {"drafted": 0, "own": 0}
     for prompt in pair.prompts[2:]:
@@ -299,9 +297,8 @@ def test_nothing_after_an_eos_counts(pair, monkeypatch):
                 continue
             monkeypatch.setattr(ends, "eos_token_id", [eos, eos + 1000])
             cut = speculative_greedy(pair.target, draft, d2t, prompt, **lengths)
-            assert (
-                cut.tokens == whole.tokens[: end + 1] == plain_greedy(pair.target, prompt, new_tokens=NEW_TOKENS).tokens
-            )
+            plain = plain_decoding(pair.target, prompt, new_tokens=NEW_TOKENS)
+            assert cut.tokens == whole.tokens[: end + 1] == plain.tokens
             assert 1 + sum(len(each.tokens) for each in cut.verifications) == end + 1
             if not cut.verifications:
                 continue
@@ -318,10 +315,10 @@ def test_equal_logits_are_a_tie_and_other_differences_a_mismatch(pair):
     model = tiny_llama(seed=3)
     model.lm_head.weight.data[128:] = model.lm_head.weight.data[:128]
     target = as_target(model)
-    draft, d2t, _ = pair.draft()
+    draft, d2t = pair.draft()
     result = decode_speculatively(target, draft, d2t, pair.prompts, draft_tokens=3, new_tokens=20)
     assert (result.identical + result.ties, result.mismatches) == (4, 0)
-    plain = plain_greedy(target, pair.prompts[0], new_tokens=20)
+    plain = plain_decoding(target, pair.prompts[0], new_tokens=20)
     for place in (0, 7, 19):
         token = plain.tokens[place]
         rest = [1] * (19 - place)
@@ -337,7 +334,7 @@ def test_equal_logits_are_a_tie_and_other_differences_a_mismatch(pair):
 def test_a_wrong_verification_is_a_mismatch(pair, dtype, monkeypatch):
     """The comparison must find a target whose cache is not rolled back after a rejected draft."""
     target = as_target(tiny_llama(), dtype)
-    draft, d2t, _ = pair.draft(dtype)
+    draft, d2t = pair.draft(dtype)
     monkeypatch.setattr(TargetSession, "forget", lambda self, tokens: None)
     heard = []
     result = decode_speculatively(target, draft, d2t, pair.prompts, draft_tokens=3, new_tokens=20, report=heard.append)
@@ -381,18 +378,18 @@ def test_a_model_that_widens_its_logits_is_trusted_no_further():
     torch.manual_seed(0)
     widened = as_target(WidenedLogits(LlamaConfig(**SHAPE)), torch.bfloat16)
     plain = as_target(tiny_llama(), torch.bfloat16)
-    outputs = [plain_greedy(target, random_prompts(1)[0], new_tokens=4) for target in (widened, plain)]
+    outputs = [plain_decoding(target, random_prompts(1)[0], new_tokens=4) for target in (widened, plain)]
     assert outputs[0].tokens == outputs[1].tokens and torch.equal(outputs[0].resolution, outputs[1].resolution)
 
 
 def test_an_export_brings_its_own_embedding_or_takes_the_targets(pair, tmp_path):
-    draft, d2t, t2d = pair.draft()
-    assert torch.equal(draft.embedding.weight, pair.target.weights().embedding)
+    (draft, d2t), t2d = pair.draft(), read_exported(pair.folder).t2d
+    assert torch.equal(draft.embedding.weight, pair.target.head.embedding)
     assert torch.equal(d2t + torch.arange(DRAFT_VOCABULARY), t2d.nonzero().flatten())
     own = {name: weight.clone() for name, weight in draft.named_parameters()}
     own["embedding.weight"] += 1
     export_draft(tmp_path, draft, own, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=True)
-    again = load_draft(tmp_path, pair.target.weights(), pair.topology.modules, torch.float32, CPU)
+    again = load_draft(tmp_path, pair.target.head, pair.topology.modules, torch.float32, CPU)
     for name, weight in again.draft.named_parameters():
         assert torch.equal(weight, own[name]) and not weight.requires_grad, name
 
@@ -400,7 +397,7 @@ def test_an_export_brings_its_own_embedding_or_takes_the_targets(pair, tmp_path)
 def test_an_untrained_draft_is_its_seeds_and_leaves_the_random_state(pair):
     config = read_exported(pair.folder).config
     make = {
-        "target_head": pair.target.weights(),
+        "target_head": pair.target.head,
         "groups": pair.topology.modules,
         "dtype": torch.float32,
         "device": CPU,
@@ -414,7 +411,7 @@ def test_an_untrained_draft_is_its_seeds_and_leaves_the_random_state(pair):
 
 
 def test_a_draft_of_another_target_is_refused(pair):
-    head = pair.target.weights()
+    head = pair.target.head
 
     def load(other: TargetHead):
         return load_draft(pair.folder, other, pair.topology.modules, torch.float32, CPU)
@@ -427,14 +424,14 @@ def test_a_draft_of_another_target_is_refused(pair):
         load(TargetHead(head.embedding[:, :32], head.head))
     with pytest.raises(UserError, match=r"reads the target's layers \[1, 2, 3\], but \[0, 2, 4\]"):
         other = TransformersTarget(tiny_llama(), aux_layers=(0, 2, 4), prefill_tokens=64)
-        draft, d2t, _ = pair.draft()
+        draft, d2t = pair.draft()
         decode_speculatively(other, draft, d2t, pair.prompts, draft_tokens=3, new_tokens=8)
 
 
 def test_conversations_that_cannot_be_judged_are_refused(pair, monkeypatch):
-    draft, d2t, _ = pair.draft()
+    draft, d2t = pair.draft()
     assert dataclasses.replace(pair, prompts=[torch.ones(230, dtype=torch.long)]).decode(draft, d2t).lossless
-    firsts = [plain_greedy(pair.target, prompt, new_tokens=1).tokens[0] for prompt in pair.prompts]
+    firsts = [plain_decoding(pair.target, prompt, new_tokens=1).tokens[0] for prompt in pair.prompts]
     monkeypatch.setattr(pair.target.model.generation_config, "eos_token_id", firsts)
     with pytest.raises(UserError, match="ends all 4 conversations with their first token"):
         pair.decode(draft, d2t)

@@ -9,7 +9,7 @@ from tiny_draft import NEW_TOKENS, as_target, random_prompts, speculative_greedy
 
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
-from eagle3.evaluation.speculative import plain_greedy
+from eagle3.evaluation.speculative import plain_decoding
 from eagle3.evaluation.teacher_forced import WrittenText, forced_drafts, read_text
 from eagle3.parallel.topology import Topology
 
@@ -27,7 +27,7 @@ def lucky_draft(target, topology: Topology, **changes) -> tuple[Eagle3Draft, tor
 
 
 def written_text(target, prompt: torch.Tensor, new_tokens: int, layers: Sequence[int] | None = None) -> WrittenText:
-    answer = plain_greedy(target, prompt, new_tokens=new_tokens).tokens
+    answer = plain_decoding(target, prompt, new_tokens=new_tokens).tokens
     return read_text(target, torch.cat((prompt, torch.tensor(answer))), len(prompt), layers or target.aux_layers)
 
 

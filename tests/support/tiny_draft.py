@@ -19,7 +19,7 @@ from eagle3.evaluation.speculative import (
     SpeculativeResult,
     chain_drafter,
     decode_conversations,
-    plain_greedy,
+    plain_decoding,
     speculative,
 )
 from eagle3.objective.unroll import unroll, unroll_inputs
@@ -90,7 +90,7 @@ def export_trained(
 ) -> None:
     """Teach a draft the target's answers to `prompts` until it is right often, but not always, and export it. shape:
     fields of its config that differ from what follows from the target."""
-    texts = [torch.cat((p, torch.tensor(plain_greedy(target, p, new_tokens=NEW_TOKENS).tokens))) for p in prompts]
+    texts = [torch.cat((p, torch.tensor(plain_decoding(target, p, new_tokens=NEW_TOKENS).tokens))) for p in prompts]
     frequent = (
         torch.cat(texts).bincount(minlength=target.vocab_size).argsort(descending=True)[:DRAFT_VOCABULARY].sort().values
     )
@@ -98,7 +98,7 @@ def export_trained(
     draft_id[frequent] = torch.arange(DRAFT_VOCABULARY)
     derived = derive_draft(target.model.config, draft_vocab_size=DRAFT_VOCABULARY, aux_layers=target.aux_layers)
     config = dataclasses.replace(derived, **shape)
-    draft = untrained_draft(config, target.weights(), topology.modules, seed=0, dtype=torch.float32, device=CPU)
+    draft = untrained_draft(config, target.head, topology.modules, seed=0, dtype=torch.float32, device=CPU)
     trained = [weight.requires_grad_() for name, weight in draft.named_parameters() if name != "embedding.weight"]
     stream = Stream.pack(texts, [torch.ones(len(text), dtype=torch.bool) for text in texts])
     plan = plan_sequence(stream, DRAFT_TOKENS, window=config.window)

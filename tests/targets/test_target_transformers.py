@@ -114,7 +114,7 @@ def test_dtype_auto_keeps_the_checkpoints_bf16_and_sums_logits_in_fp32(tmp_path)
     target = load_target(tmp_path)
     (states,) = target.prefill(documents(19))
     assert states.aux.dtype == states.teacher.values.dtype == torch.bfloat16
-    logits = states.teacher.values.double() @ target.weights().head.double().T
+    logits = states.teacher.values.double() @ target.head.head.double().T
     assert torch.equal(states.teacher.argmax, logits.argmax(-1))
     torch.testing.assert_close(states.teacher.logsumexp.double(), logits.logsumexp(-1), rtol=1e-6, atol=0)
 
@@ -177,7 +177,7 @@ def test_weights_are_those_of_the_checkpoint_and_tied_ones_are_one_tensor(tmp_pa
         model = make()
         model.save_pretrained(tmp_path / make.__name__)
         loaded = load_target_head(tmp_path / make.__name__)
-        for weights in (loaded, load_target(tmp_path / make.__name__).weights()):
+        for weights in (loaded, load_target(tmp_path / make.__name__).head):
             assert torch.equal(weights.embedding, model.model.embed_tokens.weight)
             assert torch.equal(weights.head, model.lm_head.weight)
             assert (weights.embedding.data_ptr() == weights.head.data_ptr()) is tied
@@ -261,7 +261,7 @@ def transformed(family: str, folder: Path) -> Path:
 @pytest.mark.parametrize("family", TRANSFORMED)
 def test_logits_that_a_family_scales_or_caps_are_those_of_the_teacher(family, tmp_path):
     target = load_target(transformed(family, tmp_path), dtype="float32")
-    head = target.weights()
+    head = target.head
     assert load_target_head(tmp_path / family).transform == head.transform != LogitTransform()
     (document,) = documents(29)
     (states,) = target.prefill([document])
