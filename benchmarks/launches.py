@@ -25,6 +25,7 @@ import torch.distributed as dist
 from one_rank import LLAMA_3_1_8B
 from one_rank_measures import FrozenInputs, batch_of, model_flops, stream_of, weights_of
 from roofline import DEVICES, Device
+from shares import share_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -40,7 +41,7 @@ from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import SequenceSharding, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.planning.memory import step_bytes
-from eagle3.planning.step import Planned, Share, Sizes
+from eagle3.planning.step import Planned, Sizes
 
 # Attributes that Megatron-core and DeepSpeed set on a weight; kept when the weight is moved.
 MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride", "allreduce", "sequence_parallel")
@@ -217,7 +218,7 @@ def trace_step(case: Case, device: Device) -> tuple[Trace, dict[str, Any]]:
         with tracer.measure("backward"):
             distilled.surrogate.backward()
     flops = sum(model_flops(config, stream, plan).values()) / case.tensor
-    return tracer.trace, {"model_flops": flops, "planned": step_bytes(case.planned, Share.of(plan, stream)).total()}
+    return tracer.trace, {"model_flops": flops, "planned": step_bytes(case.planned, share_of(plan, stream)).total()}
 
 
 def _counted(teacher):

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from reporting import headline, origin
+from shares import share_of
 
 from eagle3.errors import run_command
 
@@ -198,10 +199,10 @@ def _planned(draft, dtype, length: Length, memory, device: str) -> int:
 
     from eagle3.parallel.sequence import plan_sequence
     from eagle3.planning.memory import step_bytes
-    from eagle3.planning.step import Planned, Share
+    from eagle3.planning.step import Planned
 
     stream = pack(length.documents, draft.vocab_size)
-    share = Share.of(plan_sequence(stream, STEPS), stream)
+    share = share_of(plan_sequence(stream, STEPS), stream)
     return step_bytes(Planned(draft, STEPS, dtype, memory=memory, device=device), share).total()
 
 

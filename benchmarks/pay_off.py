@@ -24,9 +24,8 @@ from reporting import headline, origin, positive, table
 
 from eagle3.errors import run_command
 from eagle3.planning.costs import Forward, MeasuredCosts, Timing, non_negative
-from eagle3.planning.payoff import acceptance_length
 from eagle3.reporting.charts import pay_off_plot
-from eagle3.reporting.plot import COLOURS, Plot, Series, png
+from eagle3.reporting.plot import COLOURS, Plot, Series, image
 
 ROOT = Path(__file__).parent.parent
 # A full-attention draft for Kimi-K3, 4 draft tokens, eight B300 (vllm-project/vllm#54691, 2026-09-12):
@@ -55,7 +54,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="a file for the results as one JSON document")
     options = parser.parse_args()
     if options.what == "plot":
-        options.out.write_bytes(png(plot(options.judged), WIDE))
+        options.out.write_bytes(image(plot(options.judged), "png", WIDE))
         return 0
     if options.what == "measured" and options.draft is None:
         parser.error("measured: name a draft for the recipe's target with --draft")
@@ -228,7 +227,7 @@ def predictions(found: dict[tuple[int, int], list[Any]], window: int | None):
         shares = found[context, max(DRAFT_TOKENS)][0].position_acceptance
         at = round(timing.context)
         seconds = costs.drafting(1, drafts, at) + costs.verifying(1, drafts + 1, at)
-        predicted = acceptance_length(shares, drafts) / seconds
+        predicted = (1 + sum(shares[:drafts])) / seconds
         yield {
             "context": context,
             "drafts": drafts,

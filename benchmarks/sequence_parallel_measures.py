@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from layouts import Layout, Runs, Step, draft_config, pack, prepare, run_step, turns
 from sent_bytes import SentBytes
+from shares import share_of
 from torch import Tensor
 
 from eagle3.draft.config import DraftConfig
@@ -44,7 +45,7 @@ def measure_bytes(
                 counter.phase = "backward"
                 distilled.surrogate.backward()
             plan = prepared.plan
-            formula = sent_bytes(layout.planned(own, steps, dtype, memory), Share.of(plan, stream))
+            formula = sent_bytes(layout.planned(own, steps, dtype, memory), share_of(plan, stream))
             for what in counter.sent | formula:
                 both = counter.sent[what], formula[what]
                 where = f"{layout.name}, recompute {recompute}, {what}"

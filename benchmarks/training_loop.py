@@ -20,6 +20,7 @@ import torch
 from launches import Case, fake_draft, parser_of, start, traced_case
 from one_rank import LLAMA_3_1_8B
 from roofline import Device
+from shares import share_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tracing import Tracer
 
@@ -30,7 +31,6 @@ from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology
 from eagle3.patches import NormLimit
 from eagle3.planning.memory import rank_bytes
-from eagle3.planning.step import Share
 from eagle3.recipe.schema import Recipe
 from eagle3.states.loader import Drawn, Reading, StreamLoader
 from eagle3.states.rows import LastHidden, Rows
@@ -106,7 +106,7 @@ def trace_loop(case: Case, device: Device, folder: Path) -> dict[str, Any]:
             with trace.part("checkpoint"), torch.serialization.skip_data(materialize_fake_tensors=True):
                 trainer.engine.save_checkpoint(str(folder), "checkpoint", save_latest=False)
     (stream,) = trainer.train_loader.load([Drawn(0, 0)], 1)
-    planned = rank_bytes(case.planned, Share.of(stream.plan, stream.stream)).total()
+    planned = rank_bytes(case.planned, share_of(stream.plan, stream.stream)).total()
     peak = trace.tracer.trace
     return {"parts": trace.parts, "peak_bytes": peak.peak, "peak_place": peak.peak_place, "planned_bytes": planned}
 

@@ -45,9 +45,7 @@ class ForwardCost(NamedTuple):
 
 def fit_cost(forwards: Sequence[Forward], seconds: Sequence[float], parts: Sequence[str] = PARTS) -> ForwardCost:
     """The cost that fits measured seconds with the least squares of relative errors. parts: those that may differ from
-    zero. Raises ValueError if nothing was measured."""
-    if not forwards:
-        raise ValueError("no forwards to fit costs to")
+    zero."""
     chosen = [PARTS.index(part) for part in parts]
     table, values = np.array([forward.parts() for forward in forwards])[:, chosen], np.array(seconds)
     fitted = non_negative(table / values[:, None], np.ones(len(values)))

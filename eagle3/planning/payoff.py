@@ -42,13 +42,6 @@ class Cell(NamedTuple):
         return self.length / self.break_even
 
 
-def acceptance_length(shares: Sequence[float], drafts: int) -> float:
-    """Tokens per verification of a chain of `drafts` tokens. shares: for each i, the share of verifications that accept
-    all of the drafts 0..i; at least `drafts` of them."""
-    assert 1 <= drafts <= len(shares)
-    return 1 + sum(shares[:drafts])
-
-
 def surface(
     costs: Costs,
     shares: Mapping[int, Sequence[float]],
@@ -57,7 +50,8 @@ def surface(
 ) -> list[Cell]:
     """A cell for each context, batch and number of draft tokens, in this order.
 
-    shares: by context, as for `acceptance_length`; they set the numbers of draft tokens
+    shares: for each context and each i, the share of verifications that accept all of the drafts 0..i; they set the
+        numbers of draft tokens
     fits: whether memory holds such a batch after such a context; others have no cell
     """
     return [
@@ -65,7 +59,7 @@ def surface(
             context,
             batch,
             drafts,
-            acceptance_length(shares[context], drafts),
+            1 + sum(shares[context][:drafts]),
             (costs.drafting(batch, drafts, context) + costs.verifying(batch, drafts + 1, context))
             / costs.verifying(batch, 1, context),
         )
@@ -97,24 +91,12 @@ class Range(NamedTuple):
         return f"from about {self.low:,.0f} tokens" + ("" if self.high is None else f" to about {self.high:,.0f}")
 
 
-class Paying(NamedTuple):
-    """Where drafting pays at one batch, with the best number of draft tokens at each context."""
-
-    batch: int
-    ranges: list[Range]  # ascending; empty if it pays nowhere
-
-    def __str__(self) -> str:
-        return " and ".join(map(str, self.ranges)) or "nowhere"
-
-
-def where_it_pays(cells: Sequence[Cell]) -> list[Paying]:
-    """For each batch, the contexts at which drafting pays. Between two of them, the best speed-up is taken to be linear
-    in the logarithm of the context."""
+def where_it_pays(cells: Sequence[Cell]) -> dict[int, list[Range]]:
+    """For each batch, ascending, the contexts at which drafting pays with the best number of draft tokens; none if it
+    pays nowhere. Between two of them, the best speed-up is taken to be linear in the logarithm of the context."""
     best = best_cells(cells)
-    return [
-        Paying(batch, _ranges([cell for cell in best if cell.batch == batch]))
-        for batch in sorted({cell.batch for cell in best})
-    ]
+    batches = sorted({cell.batch for cell in best})
+    return {batch: _ranges([cell for cell in best if cell.batch == batch]) for batch in batches}
 
 
 def _ranges(cells: Sequence[Cell]) -> list[Range]:
@@ -153,7 +135,7 @@ class PayOff:
             "best": told(best_cells(self.cells)),
             "paying": [
                 {"batch": batch, "ranges": [each._asdict() for each in ranges]}
-                for batch, ranges in where_it_pays(self.cells)
+                for batch, ranges in where_it_pays(self.cells).items()
             ],
         }
 
@@ -179,8 +161,8 @@ class PayOff:
     def verdict(self) -> str:
         """Where drafting pays, in words."""
         batches: dict[str, list[str]] = {}
-        for each in where_it_pays(self.cells):
-            batches.setdefault(str(each), []).append(str(each.batch))
+        for batch, ranges in where_it_pays(self.cells).items():
+            batches.setdefault(" and ".join(map(str, ranges)) or "nowhere", []).append(str(batch))
         return "drafting pays " + ", ".join(f"{where} (batch {', '.join(its)})" for where, its in batches.items())
 
     def lines(self) -> list[str]:

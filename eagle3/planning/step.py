@@ -12,7 +12,7 @@ from eagle3.attention.ring import RingMode
 from eagle3.draft.config import DraftConfig
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
-from eagle3.parallel.sequence import NextTokens, QuerySelection, SequencePlan, Stream
+from eagle3.parallel.sequence import QuerySelection
 
 Phase = Literal["forward", "backward"]
 # (kind of data, phase) -> bytes sent.
@@ -46,15 +46,6 @@ class Share(NamedTuple):
     longest: int  # length of the longest document in tokens
     pairs: int  # visible keys, summed over all queries of the whole stream
     tokens: int  # different tokens that follow its keys and queries
-
-    @classmethod
-    def of(cls, plan: SequencePlan, stream: Stream) -> "Share":
-        """The share that a sequence plan assigns."""
-        sees = stream.position[plan.queries[plan.queries >= 0]] + 1
-        sees = sees if plan.window is None else sees.clamp(max=plan.window)
-        longest = int(stream.position.max()) + 1
-        rows = (len(each) for each in (plan.keys, plan.queries, plan.teacher, plan.rows))
-        return cls(*rows, longest, int(sees.sum()), len(NextTokens.of(plan, stream).tokens))
 
     @classmethod
     def expected(

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 from eagle3.console import counted
 from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.planning.payoff import ESTIMATED, PayOff
+from eagle3.planning.payoff import ESTIMATED
 from eagle3.reporting.markdown import (
     Markdown,
     escaped,
@@ -226,11 +226,14 @@ def _drafted(result: Record) -> str:
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:
     """The commands that serve the draft."""
     draft, steps, advice = run.draft, run.key("evaluation.draft_tokens") or 4, None
-    if known := _estimate(run):
-        steps, gain = known.best_drafts(batch=1)
+    # Of the judgement with the window that the draft is served with.
+    own = [judged for judged in windows_judged(run.by_context) if not window_in_words(judged)]
+    known = [pay_off for judged in own for pay_off in pay_offs(judged) if pay_off.source.startswith(ESTIMATED)]
+    if known:
+        steps, gain = known[0].best_drafts(batch=1)
         chosen = f"{counted(steps, 'draft token')}: the highest mean speed-up of these contexts for one conversation"
         loses = "" if gain > 1 else ". So drafting does not pay: by this, serve the target without the draft"
-        advice = f"{chosen}, {gain:.2f}, {known.source}{loses}."
+        advice = f"{chosen}, {gain:.2f}, {known[0].source}{loses}."
     window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
     flags = speculative_flags("DRAFT", steps, 1, steps + 1, window)
     drafting = json.dumps({"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": steps})
@@ -244,13 +247,6 @@ def _serving(run: RunRecord, target: str) -> dict[str, Any]:
         "context": f"{context:,}",
         "advice": advice,
     }
-
-
-def _estimate(run: RunRecord) -> PayOff | None:
-    """The estimate for GPUs, of the judgement with the window that the draft is served with."""
-    own = [judged for judged in windows_judged(run.by_context) if not window_in_words(judged)]
-    known = [pay_off for judged in own for pay_off in pay_offs(judged) if pay_off.source.startswith(ESTIMATED)]
-    return known[0] if known else None
 
 
 def _limits(run: RunRecord) -> list[str]:

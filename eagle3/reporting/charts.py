@@ -55,7 +55,6 @@ ABOUT_RATE = (
     "accepted. Early in training it is far above accepted drafts: flat distributions overlap even if their best "
     "tokens differ."
 )
-ABOUT_LEARNING = "The rate that the optimiser used in each step."
 ABOUT_POSITIONS = (
     "Share of the verifications that accepted a draft and all before it. Their sum is the number of accepted drafts "
     "per verification. Simulated: over held-out samples as they are written; real: in the target's own continuations "
@@ -325,7 +324,13 @@ OF_STEPS: tuple[tuple[str, str, str, Callable[[RunRecord, str, str, str], Plot]]
         "learning_rate",
         "Learning rate",
         "learning_rate",
-        partial(_of_steps, label="learning rate", about=ABOUT_LEARNING, colour=GREEN, zero=True),
+        partial(
+            _of_steps,
+            label="learning rate",
+            about="The rate that the optimiser used in each step.",
+            colour=GREEN,
+            zero=True,
+        ),
     ),
     ("gradient_norm", "Gradient norm", "gradient_norm", _norm),
     ("throughput", "Throughput of training", "tokens_per_second", _throughput),

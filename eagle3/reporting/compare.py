@@ -12,7 +12,7 @@ from eagle3.errors import UserError
 from eagle3.reporting.charts import ABOUT_ACCEPTED, about_loss, contexts_plot, curve_series, loss_label
 from eagle3.reporting.markdown import Markdown, Table, escaped, summary_rows
 from eagle3.reporting.page import rendered
-from eagle3.reporting.plot import COLOURS, Plot, Series, count_axis, number_axis, png, step_axis, svg, thinned
+from eagle3.reporting.plot import COLOURS, Plot, Series, count_axis, image, number_axis, step_axis, thinned
 from eagle3.reporting.record import Record, RunRecord, column, curve_text, measured_curve, read_run, tokens_label, tree
 
 WIDE = 6.4  # inches, for a document rather than a phone
@@ -216,12 +216,12 @@ def write_comparison(compared: Sequence[Compared], out: Path) -> str:
         texts.append(f"No acceptance by context for {names}: launchers/evaluate.py --by-context measures it.\n")
     texts += [f"{escaped(f'{each.name}: {line}')}.\n" for each in compared for line in each.run.foreign]
     markdown = "\n".join(texts)
-    title, charts = ", ".join(each.name for each in compared), [(plot, svg(plot)) for plot in plots]
+    title, charts = ", ".join(each.name for each in compared), [(plot, image(plot, "svg")) for plot in plots]
     files[PAGE] = rendered("comparison.html", title=title, charts=charts, tables=tables, markdown=markdown)
     with writing(out, "free space, or name another folder with --out"):
         out.mkdir(parents=True, exist_ok=True)
         for plot in plots:
-            write_bytes(out / f"{plot.name}.png", png(plot, WIDE))
+            write_bytes(out / f"{plot.name}.png", image(plot, "png", WIDE))
         for name, text in files.items():
             write_text(out / name, text)
     return markdown

@@ -1,17 +1,17 @@
 """The page of a run: the contents of its folder as a single, self-contained HTML file that reads well on a phone."""
 
 import base64
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from eagle3.console import counted, duration, memory_size
-from eagle3.reporting.advice import Advice, advise
+from eagle3.reporting.advice import advise
 from eagle3.reporting.charts import Absent
 from eagle3.reporting.markdown import Table, layout_in_words, summary
-from eagle3.reporting.plot import Plot, svg
+from eagle3.reporting.plot import Plot, image
 from eagle3.reporting.record import (
     Record,
     RunRecord,
@@ -36,7 +36,7 @@ SECTIONS = {  # title -> names of the charts
 }
 PARTS = {"train": "training", "held_out": "held out"}
 MOST_EXAMPLES = 8
-MOST_PROMPT, OPENING, MOST_VALUE = 2000, 90, 60  # limits in characters
+MOST_PROMPT, OPENING = 2000, 90  # limits in characters
 SLOWER = (
     "; below 1x, drafting and verifying took longer than the accepted drafts saved, as usual for a small target or on "
     "a CPU, where to verify several tokens takes longer than to decode one"
@@ -56,8 +56,8 @@ def rendered(template: str, **values: Any) -> str:
     return environment.get_template(template).render(**values)
 
 
-def page(run: RunRecord, plots: Sequence[Plot | Absent], draw: Callable[[Plot], bytes] = svg) -> str:
-    """The page as HTML. draw: gives a chart as an SVG file."""
+def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
+    """The page as HTML."""
     numbers = {
         "Training": ([], []),
         "Acceptance": ([*filter(None, (_sets_table(run),)), *_contexts_tables(run), *_pay_off_tables(run)], []),
@@ -67,7 +67,7 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent], draw: Callable[[Plot], 
     sections = [
         {
             "title": title,
-            "charts": [(plot, draw(plot)) for plot in plots if plot.name in names and isinstance(plot, Plot)],
+            "charts": [(plot, image(plot, "svg")) for plot in plots if plot.name in names and isinstance(plot, Plot)],
             "missing": [plot for plot in plots if plot.name in names and isinstance(plot, Absent)],
             "tables": numbers[title][0],
             "notes": numbers[title][1],
@@ -79,7 +79,7 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent], draw: Callable[[Plot], 
         title=run.folder.path.resolve().name,
         subtitle=_subtitle(run),
         tiles=_tiles(run),
-        advice=[_with_values(run, advice) for advice in advise(run)],
+        advice=[(advice, {name: run.key(name) for name in advice.keys}) for advice in advise(run)],
         absent=run.absent,
         sections=sections,
         summary=summary(run),
@@ -136,15 +136,6 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
         ),
         ("Time in steps", duration(pace.seconds), "without measurements, checkpoints and judging"),
     ]
-
-
-def _with_values(run: RunRecord, advice: Advice) -> dict[str, Any]:
-    """The advice, with the current values of the keys that it names."""
-    values = {name: "null" if run.key(name) is None else str(run.key(name)) for name in advice.keys}
-    keys = {
-        name: value if len(value) <= MOST_VALUE else f"{value[: MOST_VALUE - 1]}…" for name, value in values.items()
-    }
-    return advice._asdict() | {"keys": keys}
 
 
 def _contexts_tables(run: RunRecord) -> list[Table]:

@@ -193,17 +193,9 @@ LOOKS = {
 MARKERS = "osD^vP"  # for series whose points are drawn
 
 
-def png(plot: Plot, width: float = WIDTH) -> bytes:
-    """The chart as a PNG file, with its title. width: in inches."""
-    return _saved(plot, "png", width, plot.title)
-
-
-def svg(plot: Plot) -> bytes:
-    """The chart as an SVG file without a title, for a page that has one."""
-    return _saved(plot, "svg", WIDTH, None)
-
-
-def _saved(plot: Plot, form: str, width: float, title: str | None) -> bytes:
+def image(plot: Plot, form: Literal["png", "svg"], width: float = WIDTH) -> bytes:
+    """The chart as a file: a PNG with its title, or an SVG without, for a page that has one. width: in inches."""
+    title = plot.title if form == "png" else None
     written = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         drawn(plot, width, title).savefig(written, format=form, metadata=METADATA[form])

@@ -34,14 +34,14 @@ def write_report(path: Path) -> Path:
     # Imported here because they import matplotlib, which may be missing.
     from eagle3.reporting.charts import charts
     from eagle3.reporting.page import page
-    from eagle3.reporting.plot import Plot, png
+    from eagle3.reporting.plot import Plot, image
 
     plots = list(charts(run))
     html = page(run, plots)
     run.folder.charts.mkdir(exist_ok=True)
     for plot in plots:
         if isinstance(plot, Plot):
-            write_bytes(run.folder.charts / f"{plot.name}.png", png(plot))
+            write_bytes(run.folder.charts / f"{plot.name}.png", image(plot, "png"))
     write_text(run.folder.summary, summary(run))
     write_text(run.folder.report, html)
     return run.folder.report

@@ -41,7 +41,8 @@ class TargetFacts(NamedTuple):
     @property
     def chosen_experts(self) -> float:
         """The share of a layer's routed experts that a token reads; 1 if there are none."""
-        number = _first(self.config, "num_experts", "n_routed_experts", "num_local_experts")
+        names = ("num_experts", "n_routed_experts", "num_local_experts")
+        number = next((value for name in names if (value := getattr(self.config, name, None))), None)
         chosen = active_experts(self.config)
         return chosen / number if self.expert_parameters and number and chosen else 1.0
 
@@ -145,11 +146,6 @@ def _plain(architecture: str) -> str:
     """A class's name without what checkpoints spell in their own way: Kimi's and EXAONE's differ from
     transformers'."""
     return architecture.replace("_", "").lower()
-
-
-def _first(config: PretrainedConfig, *names: str) -> int | None:
-    """The first of these values that a config has."""
-    return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def _parts(values: dict) -> list[dict]:

@@ -140,10 +140,6 @@ class ShardSummary(NamedTuple):
         total = columns.sub_(peak[:, None]).exp_().sum(-1)
         return cls(peak, best + first_id, peak + total.log())
 
-    @classmethod
-    def cat(cls, blocks: Sequence[Self]) -> Self:
-        return cls(*map(torch.cat, zip(*blocks, strict=True)))
-
     @torch.no_grad()
     def merged(self, group: dist.ProcessGroup) -> TeacherSummary:
         """The summary over the full vocabulary, on every rank. Collective over `group`, whose ranks have the same rows.

@@ -8,7 +8,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.planning.costs import Forward, ForwardCost, MeasuredCosts, Timing, fit_cost, non_negative
 from eagle3.planning.gpus import GPUS, gpu_named
-from eagle3.planning.payoff import Cell, PayOff, acceptance_length, best_cells, surface, where_it_pays
+from eagle3.planning.payoff import Cell, PayOff, best_cells, surface, where_it_pays
 from eagle3.planning.sheet import ITEMSIZE, ServedTarget, SheetCosts
 from eagle3.targets.facts import read_facts
 
@@ -26,9 +26,9 @@ class ByHand:
 
 
 def test_a_cell_is_its_tokens_over_what_they_cost_relative_to_plain_decoding():
-    assert acceptance_length([0.8, 0.5, 0.1], 2) == 1 + 0.8 + 0.5
     cells = surface(ByHand(), SHARES, (1, 4))
     assert [cell[:3] for cell in cells[:4]] == [(1000, 1, 1), (1000, 1, 2), (1000, 1, 3), (1000, 4, 1)]
+    assert [cell.length for cell in cells[:3]] == pytest.approx([1.8, 2.3, 2.4])
     assert [cell.break_even for cell in cells[:4]] == pytest.approx([1.2, 1.4, 1.6, 1.5])
     assert [cell.speed_up for cell in cells[:4]] == pytest.approx([1.8 / 1.2, 2.3 / 1.4, 2.4 / 1.6, 1.8 / 1.5])
 
@@ -37,11 +37,11 @@ def test_the_best_number_of_draft_tokens_and_where_drafting_pays():
     cells = surface(ByHand(), SHARES, (1, 2, 16))
     best = {cell[:2]: (cell.drafts, cell.speed_up) for cell in best_cells(cells)}
     assert best[1000, 1] == (2, pytest.approx(2.3 / 1.4)) and best[4000, 1] == (1, pytest.approx(1.6 / 1.5))
-    always, until, never = where_it_pays(cells)
-    assert (always.ranges, never.ranges) == ([(None, None)], [])
+    always, until, never = where_it_pays(cells).values()
+    assert (always, never) == ([(None, None)], [])
     # Two conversations gain 1.5 - 2.3/1.6 at 1,000 tokens, and lose 1 - 1.6/1.9 at 4,000, two doublings later.
     high, low = max(1.8 / 1.3, 2.3 / 1.6), 1.6 / 1.9
-    ((start, end),) = until.ranges
+    ((start, end),) = until
     assert start is None and end == pytest.approx(1000 * 2 ** (2 * (high - 1) / (high - low)))
     lines = PayOff("by hand", cells).lines()
     until_about = f"up to about {end:,.0f} tokens (batch 2)"
@@ -52,9 +52,12 @@ def test_the_best_number_of_draft_tokens_and_where_drafting_pays():
 def test_drafting_may_pay_from_a_context_on_and_again():
     """Speed-ups that cross 1 half-way between two contexts: at the square root of 2 times the first."""
     gains = {1000: 0.5, 2000: 1.5, 4000: 0.5, 8000: 1.5}
-    (paying,) = where_it_pays([Cell(context, 1, 1, gain, 1.0) for context, gain in gains.items()])
-    assert paying.ranges == [pytest.approx((2**0.5 * 1000, 2**0.5 * 2000)), (pytest.approx(2**0.5 * 4000), None)]
-    assert str(paying) == "from about 1,414 tokens to about 2,828 and from about 5,657 tokens"
+    cells = [Cell(context, 1, 1, gain, 1.0) for context, gain in gains.items()]
+    first, second = where_it_pays(cells)[1]
+    assert first == pytest.approx((2**0.5 * 1000, 2**0.5 * 2000))
+    assert second == (pytest.approx(2**0.5 * 4000), None)
+    pays = "from about 1,414 tokens to about 2,828 and from about 5,657 tokens"
+    assert PayOff("by hand", cells).verdict() == f"drafting pays {pays} (batch 1)"
 
 
 def test_fitted_costs_are_those_that_the_times_were_made_with():

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from layouts import draft_config
+from shares import share_of
 from tiny_run import make_target, write_recipe
 
 from eagle3.objective.recompute import MemoryPlan
@@ -164,7 +165,7 @@ def test_an_expected_share_is_about_what_the_plan_of_such_a_stream_says(ulysses,
     expected = PlannedStream(tokens, 1, supervised).share(planned)
     ranks = range(ulysses * ring)
     sharding = SequenceSharding(ulysses, ring, query_selection=selection)
-    shares = [Share.of(plan_sequence(stream, 7, sharding, rank, window), stream) for rank in ranks]
+    shares = [share_of(plan_sequence(stream, 7, sharding, rank, window), stream) for rank in ranks]
     for name in ("keys", "queries", "rows"):
         assert abs(max(getattr(share, name) for share in shares) / getattr(expected, name) - 1) < 0.05, name
     assert abs(sum(share.pairs for share in shares) / expected.pairs - 1) < 0.02
@@ -180,7 +181,7 @@ def test_each_span_of_a_document_costs_a_window_of_keys(ulysses, ring):
     expected = Share.expected(tokens, 0.25, Sizes(1, ulysses, ring), window=window, spans=spans)
     sharding = SequenceSharding(ulysses, ring)
     plans = [plan_sequence(stream, 7, sharding, rank, window) for rank in range(ulysses * ring)]
-    shares = [Share.of(plan, stream) for plan in plans]
+    shares = [share_of(plan, stream) for plan in plans]
     for name in ("keys", "queries"):
         assert abs(max(getattr(share, name) for share in shares) / getattr(expected, name) - 1) < 0.05, name
     # expected as if a rank's keys and queries were different rows, which is so if the supervised rows come last

@@ -8,10 +8,11 @@ from layouts import Layout, draft_config, pack, prepare
 from live_bytes import LiveBytes, device_tensors
 from memory import full_width
 from places import ZERO2
+from shares import share_of
 
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.planning.memory import host_bytes, rank_bytes, step_bytes
-from eagle3.planning.step import Planned, Share, Sizes
+from eagle3.planning.step import Planned, Sizes
 from eagle3.recipe.schema import Training
 from eagle3.training.deepspeed_file import deepspeed_config
 from eagle3.training.engine import start_engine
@@ -46,7 +47,7 @@ def test_planned_peak_is_within_ten_percent_of_the_bytes_of_a_step(topology, dty
     stream = pack(STREAMS[name], draft.vocab_size)
     prepared = prepare(stream, draft, 5, Layout(), topology, dtype, memory=memory)
     planned = step_bytes(
-        Planned(draft, 5, dtype, memory=memory, device=topology.device.type), Share.of(prepared.plan, stream)
+        Planned(draft, 5, dtype, memory=memory, device=topology.device.type), share_of(prepared.plan, stream)
     ).total()
     assert abs(planned / measured(prepared) - 1) < 0.1
 
@@ -58,7 +59,7 @@ def test_the_plan_follows_the_number_of_steps_and_the_width(topology, steps, hid
     memory, draft = MemoryPlan("full", BLOCK), config(hidden_times)
     stream = pack(STREAMS["packed documents"], draft.vocab_size)
     prepared = prepare(stream, draft, steps, Layout(), topology, memory=memory)
-    share = Share.of(prepared.plan, stream)
+    share = share_of(prepared.plan, stream)
     planned = step_bytes(Planned(draft, steps, torch.float32, memory=memory, device=topology.device.type), share)
     assert abs(planned.total() / measured(prepared) - 1) < 0.1
 
@@ -74,7 +75,7 @@ def test_a_teacher_of_logits_is_planned_for(topology, name, logits):
     logit_teacher = dataclasses.replace(teacher, last=(teacher.last @ teacher.head.T).to(logits), head=None)
     prepared = prepared._replace(batch=dataclasses.replace(prepared.batch, teacher=logit_teacher))
     plan = Planned(draft, 5, torch.float32, memory=memory, device=topology.device.type, logit_bytes=logits.itemsize)
-    share = Share.of(prepared.plan, stream)
+    share = share_of(prepared.plan, stream)
     assert abs(step_bytes(plan, share).total() / measured(prepared) - 1) < 0.1
     waiting = dataclasses.replace(plan, residence="host", sizes=Sizes(tensor=2))
     rows = 3 * share.rows * draft.target_hidden_size * 4
@@ -98,7 +99,7 @@ def test_with_the_engine_around_it_the_peak_of_a_step_is_within_ten_percent_of_t
             engine.backward(engine(prepared.batch, prepared.weights).surrogate)
             engine.step()
     planned = Planned(draft, 3, number, memory=memory, device=topology.device.type, bucket=2 * bucket)
-    assert abs(rank_bytes(planned, Share.of(prepared.plan, stream)).total() / bytes_.peak - 1) < 0.1
+    assert abs(rank_bytes(planned, share_of(prepared.plan, stream)).total() / bytes_.peak - 1) < 0.1
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ def summarize(rows: Rows, group: ProcessGroup) -> dict[str, Tensor]:
     logits, first, valid = shard_of(rows, group)
     blocks = [ShardSummary.of(block, first, valid) for block in logits.split(512)]
     with CommDebugMode() as collectives:
-        summary = ShardSummary.cat(blocks).merged(group)
+        summary = ShardSummary(*map(torch.cat, zip(*blocks, strict=True))).merged(group)
     return {**summary._asdict(), "collectives": torch.tensor(collectives.get_total_counts())}
 
 

@@ -55,7 +55,8 @@ class ServedTeacher:
                 drafted.append(logits.index_select(1, self.local))
             summaries.append(ShardSummary.of(logits, self.head.first_id, self.head.valid))
             del logits  # before the next block's are made
-        return Taught(last, ShardSummary.cat(summaries), torch.cat(drafted) if drafted else None, counts)
+        summary = ShardSummary(*map(torch.cat, zip(*summaries, strict=True)))
+        return Taught(last, summary, torch.cat(drafted) if drafted else None, counts)
 
     def combined(self, taught: Taught, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
         """The teacher's values, argmax and logsumexp of the rows that belong to this rank. Collective over `group`."""
