@@ -48,7 +48,7 @@ def main() -> int:
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         from eagle3.draft.interchange import read_exported
         from eagle3.evaluation.acceptance import Sampling
-        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judge_served, judgement_record, texts_of
+        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judgement_record, texts_of
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
@@ -66,10 +66,7 @@ def main() -> int:
                 tell(line)
         kind, lossless, result = "by_context", by_context.lossless, by_context.as_dict()
     else:
-        if tree is not None:
-            judgement = judge_served(inputs, draft, tree, decoding, console, files)
-        else:
-            judgement = judge(inputs, None, draft, topology, console, files, decoding)
+        judgement = judge(inputs, None, draft, topology, console, files, decoding, tree)
         if topology.is_first:
             for line in judgement.table():
                 tell(line)

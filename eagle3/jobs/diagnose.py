@@ -26,12 +26,11 @@ from eagle3.evaluation.speculative import (
     plain_decoding,
 )
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
-from eagle3.jobs.evaluate import prompts_of, target_of, with_pay_offs
+from eagle3.jobs.evaluate import decoding_of, prompts_of, target_of, with_pay_offs
 from eagle3.jobs.job import KnownTarget
 from eagle3.objective.losses import contexts_up_to
 from eagle3.parallel.topology import Topology
 from eagle3.planning.gpus import DEFAULT_GPU
-from eagle3.recipe.schema import Evaluation
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.transformers import TransformersTarget
 
@@ -98,7 +97,7 @@ def diagnose_draft(
         console.warn(f"{folder}: its config.json names no auxiliary layers; EAGLE3's own are taken, {list(layers)}")
     exported = replace(exported, config=replace(exported.config, aux_layers=layers))
     target = target_of(known, exported, topology, console, aux_layers=layers)
-    decoded, texts = _write(target, exported, prompts.as_given, known.recipe.evaluation, topology, console)
+    decoded, texts = _write(target, exported, prompts.as_given, decoding_of(known.recipe), topology, console)
     figures = SpeculativeResult.over(decoded)
     by_context = _by_context(known, exported.config, prompts.as_given, decoded, gpu, console)
     others = []
@@ -132,20 +131,14 @@ def _write(
     target: TransformersTarget,
     exported: ExportedDraft,
     prompts: Sequence[Tensor],
-    evaluation: Evaluation,
+    decoding: Decoding,
     topology: Topology,
     console: Console,
 ) -> tuple[list[DecodedConversation], list[WrittenText]]:
     """Let target and draft answer the prompts. Returns how that went, and the texts."""
-    head = target.head
-    draft = draft_of(exported, head, topology.modules_alone, head.embedding.dtype).to(target.device)
-    decoded = decode_conversations(
-        target,
-        chain_drafter(target, draft, exported.d2t.to(target.device)),
-        prompts,
-        Decoding(evaluation.draft_tokens, evaluation.new_tokens),
-        report=console,
-    )
+    draft = draft_of(exported, target.head, topology.modules_alone, target.head.embedding.dtype).to(target.device)
+    drafter = chain_drafter(target, draft, exported.d2t.to(target.device))
+    decoded = decode_conversations(target, drafter, prompts, decoding, report=console)
     return decoded, _read(target, prompts, [each.output.tokens for each in decoded])
 
 
@@ -164,15 +157,14 @@ def _by_context(
     groups: dict[int, list[DecodedConversation]] = {context: [] for context in contexts}
     for prompt, conversation in zip(prompts, decoded, strict=True):
         groups[contexts[bisect_left(contexts, len(prompt))]].append(conversation)
-    evaluation = known.recipe.evaluation
-    decoding = Decoding(evaluation.draft_tokens, evaluation.new_tokens)
+    decoding = decoding_of(known.recipe)
     judgement = ContextJudgement.over(
         [DecodedContext(context, group) for context, group in groups.items() if group],
         "transformers",
         decoding,
         console,
         topk=1,
-        tree_tokens=evaluation.draft_tokens + 1,
+        tree_tokens=decoding.draft_tokens + 1,
         window=Window(draft.window, draft.window),
     )
     return with_pay_offs(judgement, known, draft, gpu, console)

@@ -62,37 +62,57 @@ def judge(
     console: Console,
     files: Mapping[str, Path] | None = None,
     decoding: Decoding | None = None,
+    tree: DraftTree | None = None,
 ) -> Judgement:
-    """Judge an exported draft with transformers, by the recipe's evaluation section, and print the result.
+    """Judge an exported draft by the recipe's evaluation section, and print the result.
 
     target: the target, if it is loaded already
     files: the file of each prompt set, by name (see read_prompts); None for held-out conversations
     decoding: None to decode greedily with the recipe's settings
+    tree: None to decode with transformers; otherwise SGLang decodes, always greedily: a server with the draft, and one
+        without it
 
     Raises UserError for anything that the user can fix, including too little memory.
     """
     decoding = decoding or decoding_of(inputs.recipe)
-    prompts, sets = prompts_to_judge(inputs, files, decoding.draft_tokens)
-    try:
-        target = target or target_of(inputs, read_exported(exported), topology, console)
-        console(f"decoding {counted(len(prompts), 'prompt' if files else 'held-out conversation')} speculatively")
-        judgement = judge_export(
-            exported,
-            target,
-            prompts,
-            topology.modules_alone,
-            inputs.tokenizer,
-            decoding,
-            seed=inputs.recipe.training.seed,
-            report=console,
-            sets=sets,
+    prompts, sets = prompts_to_judge(inputs, files, tree.room if tree else decoding.draft_tokens)
+    conversations = counted(len(prompts), "prompt" if files else "held-out conversation")
+    if tree is not None:
+        console(f"decoding {conversations} by SGLang")
+        served, window = _serve(inputs, exported, tree, decoding, prompts, console)
+        judgement = Judgement(
+            SpeculativeResult.over(served.conversations),
+            None,
+            "sglang",
+            version("sglang"),
+            tree.topk,
+            tree.tokens,
+            decoding.sampling,
+            window=window,
+            same_load=served.same_load,
+            sets=over_sets(sets, served.conversations, console),
         )
-    except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"evaluation: out of memory on {topology.device} ({first_sentence(error)}); the draft in {exported} is "
-            "complete: judge it with launchers/evaluate.py, which has the device to itself, with shorter --prompts if "
-            "need be"
-        ) from error
+    else:
+        try:
+            target = target or target_of(inputs, read_exported(exported), topology, console)
+            console(f"decoding {conversations} speculatively")
+            judgement = judge_export(
+                exported,
+                target,
+                prompts,
+                topology.modules_alone,
+                inputs.tokenizer,
+                decoding,
+                seed=inputs.recipe.training.seed,
+                report=console,
+                sets=sets,
+            )
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"evaluation: out of memory on {topology.device} ({first_sentence(error)}); the draft in {exported} is "
+                "complete: judge it with launchers/evaluate.py, which has the device to itself, with shorter --prompts "
+                "if need be"
+            ) from error
     for line in judgement.lines():
         console.result(line)
     return judgement
@@ -121,8 +141,7 @@ def judge_contexts(
     """Like `judge`, but by context length, and without printing the result. Contexts come from sample_contexts or, with
     files, from prompt_contexts, over the prompts of all sets.
 
-    tree: None to decode with transformers; otherwise SGLang decodes greedily, as in `judge_served`, and `asked.best` is
-        False
+    tree: None to decode with transformers; otherwise SGLang decodes greedily, as in `judge`, and `asked.best` is False
     """
     contexts, per_context, windows, best, gpu = asked
     decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
@@ -253,35 +272,6 @@ def texts_of(inputs: Inputs, files: Mapping[str, Path]) -> str:
     """The texts of a judgement in words: the prompt sets' files, without their paths, or the held-out samples."""
     own = f"{len(inputs.held_out):,} held-out samples of {int(inputs.held_out.lengths.sum()):,} tokens"
     return ", ".join(file.name for file in files.values()) or own
-
-
-def judge_served(
-    inputs: Inputs,
-    exported: Path,
-    tree: DraftTree,
-    decoding: Decoding,
-    console: Console,
-    files: Mapping[str, Path] | None = None,
-) -> Judgement:
-    """Like `judge`, but SGLang decodes, always greedily: a server with the draft, and one without it."""
-    prompts, sets = prompts_to_judge(inputs, files, tree.room)
-    console(f"decoding {counted(len(prompts), 'prompt' if files else 'held-out conversation')} by SGLang")
-    served, window = _serve(inputs, exported, tree, decoding, prompts, console)
-    judgement = Judgement(
-        SpeculativeResult.over(served.conversations),
-        None,
-        "sglang",
-        version("sglang"),
-        tree.topk,
-        tree.tokens,
-        decoding.sampling,
-        window=window,
-        same_load=served.same_load,
-        sets=over_sets(sets, served.conversations, console),
-    )
-    for line in judgement.lines():
-        console.result(line)
-    return judgement
 
 
 def _serve(

@@ -218,9 +218,8 @@ def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
                     "could start from (quantised, or with a bias); set model.draft.lm_head=random"
                 )
             draft.lm_head.weight.copy_(shard(_drafted_rows(job, head), draft.lm_head.weight, topology.tensor))
-    if settings.init_from is None:
-        return draft
-    load_weights(draft, read_exported(settings.init_from), topology.tensor)
+    if settings.init_from is not None:
+        load_weights(draft, read_exported(settings.init_from), topology.tensor)
     return draft
 
 

@@ -389,8 +389,8 @@ def test_an_export_brings_its_own_embedding_or_takes_the_targets(pair, tmp_path)
     own = {name: weight.clone() for name, weight in draft.named_parameters()}
     own["embedding.weight"] += 1
     export_draft(tmp_path, draft, own, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=True)
-    again = load_draft(tmp_path, pair.target.head, pair.topology.modules, torch.float32, CPU)
-    for name, weight in again.draft.named_parameters():
+    again, _ = load_draft(tmp_path, pair.target.head, pair.topology.modules, torch.float32, CPU)
+    for name, weight in again.named_parameters():
         assert torch.equal(weight, own[name]) and not weight.requires_grad, name
 
 
