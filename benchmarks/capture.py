@@ -164,7 +164,7 @@ def running(
     from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget
     from eagle3.targets.sglang.hook import HookSettings
     from eagle3.targets.sglang.server import EngineOptions, SGLangServer
-    from eagle3.targets.sglang.version import capture_flags, decoding_flags
+    from eagle3.targets.sglang.version import DECODING_FLAGS, capture_flags
 
     with ExitStack() as stack:
         work = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder)))
@@ -183,7 +183,7 @@ def running(
         layers = default_aux_layers(options.layers)
         both = ["--load-format", "dummy"]
         print("starting two servers", flush=True)
-        plain = stack.enter_context(SGLangServer(engine, [*decoding_flags(), *both]))
+        plain = stack.enter_context(SGLangServer(engine, [*DECODING_FLAGS, *both]))
         flags = capture_flags(layers, settings._asdict())
         capturing = stack.enter_context(SGLangServer(engine, [*flags, *both]))
         spool = stack.enter_context(Spool(spool_folder))

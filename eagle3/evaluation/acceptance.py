@@ -2,7 +2,7 @@
 
 import os.path
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,24 +31,18 @@ class Verification(NamedTuple):
         return self.tokens[self.accepted] if len(self.tokens) > self.accepted else None
 
 
-class AcceptanceRule(Protocol):
+class Greedy:
+    """Always chooses the most likely token. A draft is accepted if it is the target's choice."""
+
     def draw(self, logits: Tensor) -> Drawn:
         """Choose a token for each row of logits [N, V], which are the target's or a draft's."""
+        return Drawn(logits.argmax(-1), None)
 
     def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
         """Verify a chain of K drafts. The result is not yet cut at an EOS: it has accepted + 1 tokens.
 
         logits: [K + 1, V], the target's: one row for each draft's position, and one for the position after the last
         """
-
-
-class Greedy:
-    """Always chooses the most likely token. A draft is accepted if it is the target's choice."""
-
-    def draw(self, logits: Tensor) -> Drawn:
-        return Drawn(logits.argmax(-1), None)
-
-    def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
         count = len(proposal.tokens)
         both = torch.cat((proposal.tokens, logits.argmax(-1))).tolist()  # one transfer, since each waits for the device
         drafts, choices = both[:count], both[count:]
@@ -98,6 +92,9 @@ class Sampled:
     def pick(self, weights: Tensor) -> Tensor:
         """Draw an index for each row of weights [N, V], which need not be normalised. Returns int64 [N]."""
         return torch.multinomial(weights, 1, generator=self.generator)[:, 0]
+
+
+AcceptanceRule = Greedy | Sampled  # with the same methods, which `Greedy` describes
 
 
 @dataclass(frozen=True)

@@ -161,8 +161,12 @@ class ChainDrafter:
             token = drawn.tokens + self.d2t[drawn.tokens]
             tokens.append(token)
             probabilities.append(drawn.probabilities)
-        greedy = probabilities[0] is None
-        return Drawn(torch.cat(tokens), None if greedy else self._over_target(torch.cat(probabilities)))
+        if probabilities[0] is None:
+            return Drawn(torch.cat(tokens), None)
+        # Over the target's vocabulary: 0 for tokens that the draft cannot propose.
+        wide = probabilities[0].new_zeros(count, self.draft.draft_config.vocab_size)
+        wide[:, self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)] = torch.cat(probabilities)
+        return Drawn(torch.cat(tokens), wide)
 
     def _schedules(self, step: int) -> tuple[PrefixSchedule]:
         """Schedule of the last row's query at `step`: all keys in its window, apart from the chain's own."""
@@ -170,12 +174,6 @@ class ChainDrafter:
         first = 0 if window is None else max(0, self.rows - window + step)
         prefix = Piece(slice(0, 1), slice(first, self.rows), "full")
         return (PrefixSchedule(self.position, self.position, (prefix,)),)  # nothing reads the schedule's rows
-
-    def _over_target(self, probabilities: Tensor) -> Tensor:
-        """Expand probabilities [K, Vd] to [K, V], with 0 for tokens that the draft cannot propose."""
-        wide = probabilities.new_zeros(len(probabilities), self.draft.draft_config.vocab_size)
-        wide[:, self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)] = probabilities
-        return wide
 
 
 NewDrafter = Callable[[int], ChainDrafter]  # makes a drafter for a conversation of at most this many tokens

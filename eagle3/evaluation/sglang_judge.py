@@ -37,7 +37,7 @@ from eagle3.targets.sglang.server import EngineOptions, SGLangServer
 from eagle3.targets.sglang.version import (
     CONTEXT_RESERVE,
     CPU_ATTENTION,
-    decoding_flags,
+    DECODING_FLAGS,
     greedy_request,
     scores_request,
     speculative_flags,
@@ -122,7 +122,7 @@ def judge_by_sglang(
     Raises UserError if a server does not start or answer.
     """
     attention = () if torch.cuda.is_available() or options.attention else CPU_ATTENTION
-    plain_flags = [*decoding_flags(), *attention]
+    plain_flags = [*DECODING_FLAGS, *attention]
     draft_flags = [*plain_flags, *speculative_flags(str(exported), *tree, window)]
     room = max(map(len, prompts)) + new_tokens + tree.room
     with ExitStack() as stack:

@@ -95,7 +95,10 @@ def fill(
         need = agreed(lambda: require_disk(Path(path), list(missing.values()), writer.encoding))
         console(f"{path}: {len(samples)} samples, {len(samples) - len(missing)} already stored; {need}")
         if job.recipe.target.backend == "sglang":
-            expected = _expected_of_servers(job, bool(missing), topology, console)
+            # What the servers should compute of the probe document, if that is known here: the first rank finds it for
+            # all, if samples are missing on any.
+            probe = partial(own_probe, job, console) if topology.is_first else None
+            expected = gathered(agreed(probe))[0] if any(gathered(bool(missing))) else None
             own = [missing[sample_id] for sample_id in alone.of(samples) if sample_id in missing]
             _capture_by_sglang(job, own, writer, expected, topology, console, watchdog)
         else:
@@ -103,14 +106,6 @@ def fill(
     watchdog.at("the end of its share")
     dist.barrier()
     console.result(f"{path}: {'complete' if part.count == 1 else f'this share of {part.count} is complete'}")
-
-
-def _expected_of_servers(job: Job, missing: bool, topology: Topology, console: Console) -> Rows | None:
-    """What the target's servers should compute of the probe document, if that is known here and samples are `missing`
-    on any rank. Collective; the first rank finds it for all."""
-    if not any(gathered(missing)):
-        return None
-    return gathered(agreed(partial(own_probe, job, console) if topology.is_first else None))[0]
 
 
 def _capture_by_sglang(

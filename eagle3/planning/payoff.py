@@ -153,11 +153,6 @@ class PayOff:
         """The best speed-up with its number of draft tokens, by context and batch."""
         return by_context_and_batch(best_cells(self.cells), lambda cell: f"{cell.speed_up:.2f} ({cell.drafts})")
 
-    def break_even_table(self) -> list[list[str]]:
-        """The break-even acceptance length of the longest chain, by context and batch."""
-        longest = [cell for cell in self.cells if cell.drafts == self.longest_chain]
-        return by_context_and_batch(longest, lambda cell: f"{cell.break_even:.2f}")
-
     def verdict(self) -> str:
         """Where drafting pays, in words."""
         batches: dict[str, list[str]] = {}
@@ -166,11 +161,12 @@ class PayOff:
         return "drafting pays " + ", ".join(f"{where} (batch {', '.join(its)})" for where, its in batches.items())
 
     def lines(self) -> list[str]:
+        longest = [cell for cell in self.cells if cell.drafts == self.longest_chain]
         return [
             f"speed-up with the best number of draft tokens (in brackets), {self.source}",
             *aligned(self.speed_up_table()),
             f"break-even acceptance length of {counted(self.longest_chain, 'draft token')}",
-            *aligned(self.break_even_table()),
+            *aligned(by_context_and_batch(longest, lambda cell: f"{cell.break_even:.2f}")),
             self.verdict(),
         ]
 

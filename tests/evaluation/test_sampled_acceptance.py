@@ -104,7 +104,7 @@ class TargetDrafter:
         for _ in range(count):
             drawn.append(rule.draw(logits))
             logits = self.session.forward(drawn[-1].tokens, rows=1)
-        self.session.forget(count)
+        self.session.cache.crop(-count)
         tokens = (torch.cat([each.tokens for each in drawn]) + self.shift) % self.vocab_size
         sampled = drawn[0].probabilities is not None
         return Drawn(tokens, torch.cat([each.probabilities for each in drawn]) if sampled else None)

@@ -44,7 +44,7 @@ from eagle3.evaluation.speculative import (
 )
 from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
-from eagle3.targets.sglang.version import CPU_ATTENTION, decoding_flags, speculative_flags
+from eagle3.targets.sglang.version import CPU_ATTENTION, DECODING_FLAGS, speculative_flags
 from eagle3.targets.transformers import TransformersTarget, load_target
 
 pytestmark = pytest.mark.sglang
@@ -103,7 +103,7 @@ def decoded(topology, tmp_path_factory):
     target = load_target(folder / "target", dtype="float32")
     draft, d2t = load_draft(folder / "draft", target.head, topology.modules, torch.float32, cpu)
 
-    flags, generated = [*decoding_flags(), *CPU_ATTENTION], []
+    flags, generated = [*DECODING_FLAGS, *CPU_ATTENTION], []
     chain = speculative_flags(str(folder / "draft"), *DraftTree.of(STEPS, 1, None))
 
     def noted(url: str, path: str, *arguments, **options):
@@ -231,7 +231,7 @@ class Windowed:
         return self.draft
 
     def served(self, decoded: Decoded, tree: DraftTree) -> list[TimedAnswer]:
-        flags = [*decoding_flags(), *CPU_ATTENTION, *speculative_flags(str(self.folder), *tree, self.window)]
+        flags = [*DECODING_FLAGS, *CPU_ATTENTION, *speculative_flags(str(self.folder), *tree, self.window)]
         with SGLangServer(engine_options(decoded.folder), flags) as server:
             return decode_in_turn([server], decoded.prompts, NEW_TOKENS, print)[0]
 

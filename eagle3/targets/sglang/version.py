@@ -261,6 +261,9 @@ DRAFT_CLASS = "LlamaForCausalLMEagle3"  # the architecture that an export's conf
 # For the only backend that drafts several steps on a CPU. A single flag for prefill and decode would be ignored without
 # AMX.
 CPU_ATTENTION = ("--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx")
+# For a server that decodes from token ids. It has no prefix cache, so that all prompts are timed alike, and takes no
+# core from another server while it has nothing to do.
+DECODING_FLAGS = ("--skip-tokenizer-init", "--disable-radix-cache", "--sleep-on-idle")
 CONTEXT_RESERVE = 6  # tokens of the context that no request can use (SGLang's tp_worker.py, get_worker_info)
 
 
@@ -277,12 +280,6 @@ def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int, windo
         *("--speculative-num-draft-tokens", str(tree_tokens)),
         *([] if window is None else ["--speculative-draft-window-size", str(window - 1)]),
     ]
-
-
-def decoding_flags() -> list[str]:
-    """Flags for a server that decodes from token ids. It has no prefix cache, so that all prompts are timed alike, and
-    takes no core from another server while it has nothing to do."""
-    return ["--skip-tokenizer-init", "--disable-radix-cache", "--sleep-on-idle"]
 
 
 def greedy_request(ids: Sequence[int], new_tokens: int) -> dict[str, Any]:
