@@ -30,14 +30,6 @@ CANDIDATES = 8  # how many of the best logits plain decoding keeps per position,
 Verdict = Literal["identical", "tie", "mismatch"]
 
 
-class Phases(NamedTuple):
-    """Seconds of decoding one conversation, prefill left out, as `Laps` measures them."""
-
-    extending: float = 0.0  # the draft reads what was verified
-    proposing: float = 0.0  # the draft's chains
-    verifying: float = 0.0
-
-
 class Speed(NamedTuple):
     """Output tokens per second of decoding, prefill included, with the draft and without."""
 
@@ -54,7 +46,9 @@ class SpeculativeOutput(NamedTuple):
 
     tokens: list[int]  # the new tokens
     verifications: list[Verification]  # all of them; the last one may reach beyond `tokens`
-    seconds: Phases = Phases()
+    # Seconds as `Laps` measures them, prefill left out: of the draft reading what was verified, of its chains, and of
+    # verifying them. Empty if nothing was verified.
+    seconds: tuple[float, ...] = ()
 
 
 class PlainOutput(NamedTuple):
@@ -144,7 +138,7 @@ def speculative(
             verifications.append(Verification(drafts, min(accepted, end), added[:end]))
             tokens += added[:end]
             laps.append((extended, proposed, clock.lap()))
-    return SpeculativeOutput(tokens[:new_tokens], verifications, Phases(*map(sum, zip(*laps, strict=True))))
+    return SpeculativeOutput(tokens[:new_tokens], verifications, tuple(map(sum, zip(*laps, strict=True))))
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -47,19 +48,9 @@ MOST_TOKENS = 2**27
 def longest_context(planned: Planned, document: Callable[[int], PlannedStream], usable: float) -> int | None:
     """Length in tokens, a multiple of STEP, of the longest single document that fits into `usable` bytes per rank; None
     if it exceeds MOST_TOKENS. document: returns the stream for a document with a given number of tokens."""
-
-    def fits(steps: int) -> bool:
-        return document(steps * STEP).needs(planned) <= usable
-
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-        if high * STEP > MOST_TOKENS:
-            return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low * STEP
+    lengths = range(STEP, MOST_TOKENS + 1, STEP)
+    fitting = bisect_left(lengths, True, key=lambda tokens: document(tokens).needs(planned) > usable)
+    return None if fitting == len(lengths) else fitting * STEP
 
 
 def longest_of_any_layout(planned: Planned, gpus: int, supervised: float, usable: float) -> int | None:

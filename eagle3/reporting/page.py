@@ -77,7 +77,8 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
     return rendered(
         "page.html",
         title=run.folder.path.resolve().name,
-        subtitle=_subtitle(run),
+        target=target_name(run),
+        started=run.started,
         tiles=_tiles(run),
         advice=[(advice, {name: run.key(name) for name in advice.keys}) for advice in advise(run)],
         absent=run.absent,
@@ -87,14 +88,6 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
         recipe=run.recipe_text,
         facts=_facts(run),
     )
-
-
-def _subtitle(run: RunRecord) -> str:
-    parts = [f"An EAGLE3 draft for {target_name(run)}"]
-    if run.started:
-        verb = "resumed" if run.started.get("continues") else "begun"
-        parts.append(f"{verb} {run.started['started'].replace('T', ' ').replace('+00:00', ' UTC')}")
-    return ", ".join(parts)
 
 
 def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
