@@ -29,7 +29,7 @@ CASES = base_cases() + covering_cases()
 def computed(tmp_path_factory):
     """The folder with what every case computed, all of them in one launch."""
     folder = tmp_path_factory.mktemp("sharded")
-    path = f"PYTHONPATH={ROOT / 'benchmarks'}:{os.environ.get('PYTHONPATH', '')}"  # for sent_bytes
+    path = f"PYTHONPATH={ROOT / 'benchmarks'}:{os.environ.get('PYTHONPATH', '')}"  # for sent_bytes and shares
     finish(launch("env", path, sys.executable, "tests/support/sharded_worker.py", str(folder)))
     return folder
 

@@ -7,6 +7,7 @@ from typing import Any, get_args
 import torch
 from sent_bytes import SentBytes
 from sharded_cases import STEPS, Sharded
+from shares import share_of
 from training_path import batch_counts, batch_weights, load_draft, stream_batch
 
 from eagle3.attention.ring import RingMode
@@ -14,7 +15,7 @@ from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan, Recompute
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
-from eagle3.planning.step import Planned, Share, Sizes, Traffic, sent_bytes
+from eagle3.planning.step import Planned, Sizes, Traffic, sent_bytes
 
 # In bfloat16, so that a gradient in fp32 has twice the bytes of its tensor.
 DTYPE = torch.bfloat16
@@ -40,7 +41,7 @@ def _count(sharded: Sharded, topology: Topology) -> dict[str, Any]:
         counter.phase = "backward"
         distilled.surrogate.backward()
     stream = Stream.pack([each.ids for each in case.documents], [each.loss_mask for each in case.documents])
-    share = Share.of(plan_sequence(stream, STEPS, sharded.sharding, topology.sequence.rank()), stream)
+    share = share_of(plan_sequence(stream, STEPS, sharded.sharding, topology.sequence.rank()), stream)
     sizes = Sizes(sharded.tensor, sharded.ulysses, sharded.ring)
     planned = Planned(case.config, STEPS, DTYPE, sizes, sharded.ring_mode, memory, device="cpu")
     return {
