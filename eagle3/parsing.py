@@ -19,9 +19,6 @@ MOST_DIGITS = 18  # digits of a whole number in YAML: the code that computes wit
 _NO_TEXT = re.compile("[\0\ud800-\udfff]")  # neither file names nor UTF-8 can contain these
 _BRACKET_OR_NUMBER = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[{\]}]|(?<![.\d])\d{1000,}+(?!\.\d|[eE][-+]?\d)', re.DOTALL)
 
-# An unterminated quotation mark matches by itself, because JSON strings contain no line breaks.
-_STRING_OR_MARK = re.compile(r'"(?:[^"\\\n]++|\\.)*+"|[\[{\]},"]')
-
 
 def parse_json(text: str | bytes) -> Any:
     """Parses JSON. Raises UnicodeDecodeError for bytes that are not text, and json.JSONDecodeError for any other fault,
@@ -52,29 +49,6 @@ def read_json_object(path: Path, missing: str, damaged: str, mistake: type[UserE
     if not isinstance(values, dict):
         raise mistake(f"{path}: holds {type(values).__name__}, not an object; {damaged}")
     return values
-
-
-def array_elements(text: str) -> list[tuple[int, int]] | None:
-    """Finds the elements of a JSON array, as [start, stop) in its text. Looks only at strings, brackets and commas, so
-    that an element that cannot be parsed does not hide the others. Returns None if the text is not exactly one
-    array."""
-    elements, depth, start = [], 0, 0
-    for match in _STRING_OR_MARK.finditer(text):
-        mark, end = match[0], match.end()
-        if mark == '"' or (depth == 0 and (mark != "[" or text[: match.start()].strip())):
-            return None
-        if mark in ("[", "{"):
-            start = end if depth == 0 else start
-            depth += 1
-        elif mark in ("]", "}"):
-            depth -= 1
-            if depth == 0:
-                whole = mark == "]" and not text[end:].strip()
-                return [*elements, (start, match.start())] if whole else None
-        elif mark == "," and depth == 1:
-            elements.append((start, match.start()))
-            start = end
-    return None
 
 
 def is_too_deep(value: Any) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from eagle3.console import counted
 from eagle3.errors import UserError, shown
-from eagle3.parsing import DEEPEST, array_elements, is_too_deep, parse_json
+from eagle3.parsing import DEEPEST, is_too_deep, parse_json
 
 KINDS = (".json", ".jsonl", ".parquet")
 # Longest line: eight times the longest row that is tokenised, because JSON may escape its characters.
@@ -130,16 +130,11 @@ def _begins_list(path: Path) -> bool:
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Read a file that holds a list of rows, a single row or one row per line, whatever its name says."""
     text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
-    content = _value(text, line=1)
+    content = _value(text, lines=True)
     most = 1 if text.lstrip().startswith("[") else None  # a damaged list may have whole rows on lines further down
     if not isinstance(content, Malformed):
         for number, row in enumerate(content if isinstance(content, list) else [content], 1):
             yield f"{path} row {number}", row
-    elif elements := array_elements(text):
-        line, position = 1, 0
-        for number, (start, stop) in enumerate(elements, 1):
-            line, position = line + text.count("\n", position, start), start
-            yield f"{path} row {number}", _value(text[start:stop], line)
     elif any(isinstance(row, dict | list) for _, row in islice(_line_rows(path), most)):
         yield from _line_rows(path)
     else:
@@ -159,24 +154,24 @@ def _line_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path}:{number}", _value(line.rstrip())
 
 
-def _value(text: str, line: int | None = None) -> Any:
+def _value(text: str, lines: bool = False) -> Any:
     """Parse JSON. Returns the value, or Malformed if the text is not valid.
 
     text: has unpaired surrogates in place of bytes that are not UTF-8
-    line: number of the line at which the text begins, if the text may span several
+    lines: whether the text may span several
     """
     try:
         if not text.isascii():
             text.encode()
         return parse_json(text)
     except UnicodeEncodeError as error:
-        reason, position, flaw = "not UTF-8 text", error.start, f"byte 0x{ord(text[error.start]) & 0xFF:02x}"
+        byte = f"byte 0x{ord(text[error.start]) & 0xFF:02x}"
+        reason, flaw = "not UTF-8 text", json.JSONDecodeError(byte, text, error.start)
     except json.JSONDecodeError as error:
-        reason, position, flaw = "not valid JSON", error.pos, error.msg
-    line_start = text.rfind("\n", 0, position) + 1
-    where = f"column {position - line_start + 1}" if line is None else f"line {line + text.count(chr(10), 0, position)}"
-    excerpt = shown(text[max(line_start, position - 20) : position + 20].strip())
-    return Malformed(reason, f"{reason} ({where}: {flaw}, near {excerpt})")
+        reason, flaw = "not valid JSON", error
+    where = f"line {flaw.lineno}, column {flaw.colno}" if lines else f"column {flaw.colno}"
+    excerpt = shown(text[max(flaw.pos - flaw.colno + 1, flaw.pos - 20) : flaw.pos + 20].strip())
+    return Malformed(reason, f"{reason} ({where}: {flaw.msg}, near {excerpt})")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -220,9 +220,9 @@ def test_what_cannot_be_read_is_named_with_the_remedy(tmp_path):
             read_conversations([str(tmp_path / name)])
 
     refused("a.jsonl", b'{"text": "x"}\n\n{"text": \n', "a.jsonl:3: not valid JSON")
-    refused("a.json", b'[\n{"text": "x"},\n{"text": }]', r"a.json row 2: not valid JSON \(line 3: ")
+    refused("a.json", b'[\n{"text": "x"},\n{"text": }]', r"a.json: not valid JSON \(line 3, column 10: ")
     refused(
-        "a.json", b'[\n{"text": "x},\n{"text": "y"}]', r"a.json: not valid JSON \(line 2: .*cannot be separated; fix"
+        "a.json", b'[\n{"text": "x},\n{"text": "y"}]', r"a.json: not valid JSON \(line 2, column 13: .*cannot be separated; fix"
     )
     refused("b.jsonl", b"\xff\xfe", "b.jsonl:1: not UTF-8")
     refused("b.json", b"\xff\xfe", "b.json: not UTF-8")
