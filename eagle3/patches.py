@@ -132,7 +132,7 @@ def collect_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
 def loads_restricted_to(readable: list[Any]) -> Iterator[None]:
     """Inside the block, every torch.load in this process and its children accepts only plain data and the classes in
     `readable`, whatever its caller asks for. (DeepSpeed asks torch to accept anything that a file names. safe_loading
-    explains why this matters, and checks that torch obeys.)"""
+    explains why this matters.)"""
     environment = {name: os.environ.pop(name, None) for name in (FORCE, FORBID)}
     others = torch.serialization.get_safe_globals()
     _allow(readable)
