@@ -29,7 +29,7 @@ class Lock(Enum):
 
 def lock(file: BinaryIO) -> Lock:
     """Locks a file (flock) for as long as it is open and this process lives. Never waits for a lock that another
-    process holds."""
+    process holds. Without locks, nobody can tell that a file is abandoned, and its writer may go on."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -8,11 +8,10 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from eagle3.durable import write_text, writing
+from eagle3.durable import Lock, lock, write_text, writing
 from eagle3.errors import UserError
 from eagle3.parsing import parse_json
 from eagle3.regeneration.turns import LeftOut, Plan
-from eagle3.states.store.shard import hold
 
 SYNC_SECONDS = 5.0
 
@@ -35,7 +34,7 @@ class AnswerFile(AbstractContextManager):
         settings_path = self.record / "settings.json"
         with ExitStack() as stack:
             self.rows = stack.enter_context(_open(path))
-            if not hold(self.rows):
+            if lock(self.rows) is Lock.TAKEN:
                 raise UserError(f"--out: {path}: another process writes it; wait for it, or name another file")
             if self.rows.seek(0, os.SEEK_END) and not settings_path.exists():
                 raise UserError(

@@ -40,7 +40,6 @@ from eagle3.states.store.shard import (
     DATA_START,
     Encoding,
     ShardIndex,
-    hold,
     index_name,
     kept_rows,
     seen_rows,
@@ -173,7 +172,7 @@ class Spool(AbstractContextManager):
             self.path.mkdir(mode=0o700)
             (self.path / RESERVE).write_bytes(bytes(RESERVED))
             self._lock = (self.path / LOCK).open("wb")
-        hold(self._lock)
+        lock(self._lock)
         self._lock.write(HELD)  # from now on, a free lock means a dead owner
         self._lock.flush()
         if removed_jobs:

@@ -159,15 +159,12 @@ def remove_leftovers(folder: Path) -> None:
 def _is_abandoned(leftover: Path) -> bool:
     """Whether the owner is dead. A free lock proves it only if the owner ran on this host, because some file systems do
     not share locks between hosts. If the lock proves nothing, a day without changes counts as proof."""
-    try:
-        with (leftover / LOCK).open("r+b") as file:
-            host = file.read().decode()
-            if lock(file) is not Lock.HELD:  # its owner has it, or there are no locks
-                return False
-            if host == socket.gethostname():
-                return True
-    except FileNotFoundError:  # killed before it had a lock
-        pass
+    with suppress(FileNotFoundError), (leftover / LOCK).open("r+b") as file:  # no file: killed before it had a lock
+        host = file.read().decode()
+        if lock(file) is not Lock.HELD:  # its owner has it, or there are no locks
+            return False
+        if host == socket.gethostname():
+            return True
     return _is_quiet(leftover)
 
 

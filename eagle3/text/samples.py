@@ -7,10 +7,11 @@ import hashlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ COLUMNS = {
 }
 
 
-class SampleWriter:
+class SampleWriter(AbstractContextManager):
     """Writes a set into an existing folder, sample by sample. After `flush`, and at the end, the files are a whole set.
     Raises OSError.
 
@@ -113,9 +114,6 @@ class SampleWriter:
         for name, column in COLUMNS.items():
             self.files[name].seek(self._rows(name) * column.itemsize, os.SEEK_CUR)
             self.files[name].truncate()  # a new file of offsets gets a zero by this, which is the first
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

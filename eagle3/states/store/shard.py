@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -223,12 +223,6 @@ def sample_digest(parts: Iterable[np.ndarray]) -> str:
     for part in parts:
         digest.update(np.ascontiguousarray(part).view(np.uint8))
     return digest.hexdigest()
-
-
-def hold(file: BinaryIO) -> bool:
-    """Lock a file for as long as it is open and this process lives. Returns False if another process holds the lock. On
-    a file system without locks, returns True, and nobody will mistake the file for an abandoned one."""
-    return lock(file) is not Lock.TAKEN
 
 
 def unfinished(names: Collection[str]) -> set[str]:

@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from eagle3.durable import create_text, publish, write_text, writing
+from eagle3.durable import Lock, create_text, lock, publish, write_text, writing
 from eagle3.errors import UserError
 from eagle3.states.rows import KeptRows, Rows
 from eagle3.states.store.files import LocalFiles, is_url
@@ -45,7 +45,6 @@ from eagle3.states.store.shard import (
     Encoding,
     Entry,
     ShardIndex,
-    hold,
     index_name,
     is_index,
     remove_abandoned,
@@ -121,7 +120,7 @@ class StoreWriter(AbstractContextManager):
         with writing(self.folder, "free space, or name another folder in hidden_states.path"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / LOCK.format(part.index, part.count)).open("ab")
-        if not hold(self._lock):
+        if lock(self._lock) is Lock.TAKEN:
             self._lock.close()
             raise UserError(
                 f"{path}: part {part.index}/{part.count} is being captured by another process; wait for it or stop "
@@ -154,10 +153,10 @@ class StoreWriter(AbstractContextManager):
         write_text(self.folder / MANIFEST, manifest.dump())
         return manifest
 
-    def _is_of_another(self, lock: Path) -> bool:
+    def _is_of_another(self, path: Path) -> bool:
         """Whether a different writer, still alive, holds this lock."""
-        with lock.open("ab") as file:
-            return not os.path.sameopenfile(file.fileno(), self._lock.fileno()) and not hold(file)
+        with path.open("ab") as file:
+            return not os.path.sameopenfile(file.fileno(), self._lock.fileno()) and lock(file) is Lock.TAKEN
 
     def _recover(self, files: LocalFiles, manifest: Manifest, report: Callable[[str], None]) -> set[str]:
         """Remove what dead writers left behind, forget samples whose shard is gone, and return the ids that are stored.
@@ -247,7 +246,8 @@ class ShardWriter:
         self.provenance_digest = provenance_digest
         self.partial = folder / f"{shard}.partial"
         self.file = self.partial.open("xb+")
-        while not (hold(self.file) and self.partial.exists()):  # another process is just removing it as abandoned
+        # While another process is removing it as abandoned.
+        while lock(self.file) is Lock.TAKEN or not self.partial.exists():
             time.sleep(REMOVING_SECONDS)
             if not self.partial.exists():
                 self.file.close()
