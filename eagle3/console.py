@@ -186,8 +186,8 @@ def is_first_rank() -> bool:
 def tell(line: str, *, lead: str = "", colour: str | None = None, stream: TextIO | None = None) -> None:
     """Prints `lead`, in colour if it has one, and the line. stream: default stdout."""
     stream = stream or sys.stdout
-    if colour and lead:
-        lead = painted(lead.rstrip(), colour, stream) + lead[len(lead.rstrip()) :]
+    if colour and shows_colours(stream):
+        lead = f"{colour}{lead.rstrip()}{PLAIN}{lead[len(lead.rstrip()) :]}"
     try:
         # in one write, because other threads and ranks print, too
         stream.write(f"{lead}{printable(without_passwords(line))}\n")
@@ -216,11 +216,6 @@ def with_marks(pieces: Iterable[tuple[str, bool]], colour: bool) -> str:
     begin, end = (GREEN, PLAIN) if colour else MARKS
     texts = ((printable(text, reserved=MARKS), marked) for text, marked in pieces)
     return "".join(f"{begin}{text}{end}" if marked else text for text, marked in texts)
-
-
-def painted(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """The text, in this colour if the stream (default: stdout) shows colours."""
-    return f"{colour}{text}{PLAIN}" if shows_colours(stream or sys.stdout) else text
 
 
 def shows_colours(stream: TextIO) -> bool:

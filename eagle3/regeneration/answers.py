@@ -29,7 +29,13 @@ class AnswerFile(AbstractContextManager):
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        _require_writable(path)
+        for wrong, flaw in (
+            (path.suffix != ".jsonl", "has to end in .jsonl to be read as data; rename it"),
+            (path.is_dir(), "is a folder; name a file in it"),
+            (not path.parent.is_dir(), f"there is no folder {path.parent}; create it, or fix the path"),
+        ):
+            if wrong:
+                raise UserError(f"--out: {path}: {flaw}")
         self.path, self.record = path, path.with_name(path.name + ".record")
         settings_path = self.record / "settings.json"
         with ExitStack() as stack:
@@ -88,16 +94,6 @@ class AnswerFile(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         self.sync()
         self.files.close()
-
-
-def _require_writable(path: Path) -> None:
-    for wrong, flaw in (
-        (path.suffix != ".jsonl", "has to end in .jsonl to be read as data; rename it"),
-        (path.is_dir(), "is a folder; name a file in it"),
-        (not path.parent.is_dir(), f"there is no folder {path.parent}; create it, or fix the path"),
-    ):
-        if wrong:
-            raise UserError(f"--out: {path}: {flaw}")
 
 
 def _open(path: Path) -> BinaryIO:

@@ -66,7 +66,10 @@ def plan_of(conversation: Conversation, generation: Generation) -> Plan:
     """Decide which turns to ask for. Raises LeftOut if the conversation has none."""
     if conversation.messages is None:
         raise LeftOut("plain text, which has no turns")
-    messages = [_sendable(message, generation.reasoning) for message in conversation.messages]
+    sent = [name for name in SENT if name != "reasoning_content" or generation.reasoning == "keep"]
+    messages = [
+        {name: message[name] for name in sent if message.get(name) is not None} for message in conversation.messages
+    ]
     _name_calls(messages)
     if not messages:
         raise LeftOut("no messages")
@@ -89,12 +92,6 @@ def plan_of(conversation: Conversation, generation: Generation) -> Plan:
         frozenset(requested_turns),
         conversation.tools,
     )
-
-
-def _sendable(message: dict, reasoning: str) -> dict:
-    """Reduce a message to the keys that an endpoint knows."""
-    dropped_keys = ("reasoning_content",) if reasoning == "drop" else ()
-    return {name: message[name] for name in SENT if message.get(name) is not None and name not in dropped_keys}
 
 
 def _name_calls(messages: list[dict]) -> None:

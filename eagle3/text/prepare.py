@@ -228,6 +228,11 @@ def _write(
     if earlier.rows:
         report(f"going on after {counted(earlier.rows, 'conversation')} that an earlier run has tokenised")
     progress = Progress(report, "tokenising", contents.rows, "conversations")
+    policies = {
+        "unusable": [encoder.unusable],
+        "too_long": [encoder.too_long],
+        "too_large": [encoder.too_long, encoder.malformed],
+    }
     fatal: list[tuple[str, Problem]] = []
     # A tokenizer that is the checkpoint's own code cannot be sent to another process.
     processes = useful_processes(contents.rows, contents.characters, workers) if encoder.tokenizer.is_fast else 1
@@ -236,7 +241,11 @@ def _write(
         for encoded in _without_os_errors(encode_all(encoder, islice(rows, earlier.rows, None), processes)):
             usable = [outcome for outcome in encoded.outcomes if outcome.problem is None]
             samples = [piece for outcome in usable for piece in split(outcome, encoder.max_length)]
-            fatal += _fatal_problems(encoded, encoder)
+            fatal += [
+                (row.origin, outcome.problem)
+                for row, outcome in zip(*encoded, strict=True)
+                if outcome.problem and "drop" not in policies[outcome.problem.kind]
+            ]
             summary += Summary.of(encoded, samples)
             if not fatal:  # otherwise only the problems still matter
                 writer.add(samples)
@@ -361,20 +370,6 @@ def _open(folder: Path, key: str, report: Callable[[str], None] = lambda line: N
         raise DamagedSamples(folder, "its offsets or digests do not fit the checksum in its summary")
     _check(samples, report)
     return Prepared(samples, replace(summary, cached=True))
-
-
-def _fatal_problems(encoded: EncodedChunk, encoder: SampleEncoder) -> list[tuple[str, Problem]]:
-    """The problems whose policy is not "drop", each with its row's origin."""
-    policies = {
-        "unusable": [encoder.unusable],
-        "too_long": [encoder.too_long],
-        "too_large": [encoder.too_long, encoder.malformed],
-    }
-    return [
-        (row.origin, outcome.problem)
-        for row, outcome in zip(*encoded, strict=True)
-        if outcome.problem and "drop" not in policies[outcome.problem.kind]
-    ]
 
 
 def _refusal(fatal: list[tuple[str, Problem]]) -> Unresumable:

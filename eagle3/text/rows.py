@@ -115,16 +115,12 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     """Yield (origin, row or Malformed) for each row of a file whose suffix is one of KINDS. Raises UserError if the
     file cannot be read or its rows cannot be separated."""
     try:
-        lines = _json_rows if _begins_list(path) else _line_rows
+        with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
+            begins_list = file.read(1000).lstrip().startswith("[")  # as no row does, which is an object
+        lines = _json_rows if begins_list else _line_rows
         yield from {".json": _json_rows, ".jsonl": lines, ".parquet": _parquet_rows}[path.suffix](path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); check its rights and its disk") from error
-
-
-def _begins_list(path: Path) -> bool:
-    """Whether the file begins as a JSON list does, whatever its name says; a row is an object."""
-    with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-        return file.read(1000).lstrip().startswith("[")
 
 
 def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import resource
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,5 +147,4 @@ def memory_gib(device: torch.device) -> float:
     """Peak memory so far, in GiB: allocated on the GPU, or resident in this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2**30 if sys.platform == "darwin" else 2**20)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

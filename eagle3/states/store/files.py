@@ -80,8 +80,6 @@ class LocalFiles:
     def sizes(self) -> dict[str, int | None]:
         """Size in bytes of every file, by name. Empty if the folder does not exist."""
         sizes: dict[str, int | None] = {}
-        if not self.folder.exists():
-            return sizes
         try:
             for entry in os.scandir(self.folder):
                 with suppress(FileNotFoundError):  # a writer's temporary file that is already gone
@@ -92,6 +90,8 @@ class LocalFiles:
                             f"{entry.path}: is a folder in the place of a file of the store; move it away, and run "
                             "capture.py --repair"
                         )
+        except FileNotFoundError:
+            return {}
         except OSError as error:
             raise UserError(
                 f"{self.folder}: cannot be listed ({error.strerror}); name the store's folder in hidden_states.path"
