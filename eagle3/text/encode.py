@@ -116,8 +116,7 @@ class EncodedChunk(NamedTuple):
 def useful_processes(rows: int, characters: int, workers: int | None) -> int:
     """The number of processes for so much text. If there is little, this process encodes it, because starting others
     would take longer. workers: most processes; None: one per core."""
-    useful = min(-(-rows // CHUNK), 1 + characters // CHARACTERS_WORTH_A_PROCESS)
-    return min(useful, workers or multiprocessing.cpu_count())
+    return min(-(-rows // CHUNK), 1 + characters // CHARACTERS_WORTH_A_PROCESS, workers or multiprocessing.cpu_count())
 
 
 def encode_all(encoder: SampleEncoder, conversations: Iterable[Conversation], processes: int) -> Iterator[EncodedChunk]:

@@ -209,8 +209,7 @@ class HiddenStateStore:
         for location, request, facts in zip(locations, requests, sample_facts, strict=True):
             aux, values, teacher = next(tensors), next(tensors), request.teacher.numpy()
             argmax, logsumexp = facts.argmax[teacher].astype(np.int64), facts.logsumexp[teacher]
-            kind = location.index.encoding.teacher
-            predictions = kind(values, torch.from_numpy(argmax), torch.from_numpy(logsumexp))
+            predictions = location.index.encoding.teacher(values, torch.from_numpy(argmax), torch.from_numpy(logsumexp))
             if flaw := predictions.flaw(self.vocab_size):
                 raise OutOfRange(self._where(location), f"has {flaw}")
             rows.append(Rows(aux, predictions))

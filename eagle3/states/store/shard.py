@@ -148,13 +148,14 @@ class ShardIndex:
         return self.name.removesuffix(".json") + ".safetensors"
 
     def write(self, folder: Path) -> None:
-        fields = {
-            "bytes": self.bytes,
-            "encoding": _without_none(asdict(self.encoding)),
-            "provenance_digest": self.provenance_digest,
-            "samples": [_without_none(entry._asdict()) for entry in self.samples],
-        }
-        body = _without_none(fields)
+        body = _without_none(
+            {
+                "bytes": self.bytes,
+                "encoding": _without_none(asdict(self.encoding)),
+                "provenance_digest": self.provenance_digest,
+                "samples": [_without_none(entry._asdict()) for entry in self.samples],
+            }
+        )
         write_text(folder / self.name, json.dumps({**body, "digest": json_digest(body)}) + "\n")
 
     @staticmethod
@@ -162,8 +163,7 @@ class ShardIndex:
         """Read an index. where: the store, for error messages. Raises DamagedStore."""
         try:
             body = parse_json(text)
-            digest = body.pop("digest")
-            if digest != json_digest(body):
+            if body.pop("digest") != json_digest(body):
                 raise ValueError("its digest does not fit")
             samples = tuple(Entry(**entry) for entry in body["samples"])
             return ShardIndex(name, body["bytes"], Encoding(**body["encoding"]), body.get("provenance_digest"), samples)
