@@ -106,11 +106,8 @@ def split(outcome: Outcome, longest: int) -> list[tuple[np.ndarray, np.ndarray]]
     return [(outcome.ids[piece], outcome.loss_mask[piece]) for piece in pieces]
 
 
-class EncodedChunk(NamedTuple):
-    """Some conversations, one after another, and the outcome of each."""
-
-    conversations: list[Conversation]
-    outcomes: list[Outcome]
+# Some conversations, one after another, and the outcome of each.
+EncodedChunk = tuple[list[Conversation], list[Outcome]]
 
 
 def useful_processes(rows: int, characters: int, workers: int | None) -> int:
@@ -126,7 +123,7 @@ def encode_all(encoder: SampleEncoder, conversations: Iterable[Conversation], pr
         yield from _encode_in_processes(encoder, chunks, processes)
     else:
         for chunk in chunks:
-            yield EncodedChunk(chunk, [encoder.outcome(conversation) for conversation in chunk])
+            yield chunk, [encoder.outcome(conversation) for conversation in chunk]
 
 
 def _chunks(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
@@ -169,7 +166,7 @@ def _encode_in_processes(
             if following := next(chunks, None):
                 _send(following, connection)  # cannot block, because the process is waiting for it
                 turns.append((following, connection, process))
-            yield EncodedChunk(chunk, outcomes)
+            yield chunk, outcomes
     finally:
         for process, connection in started:
             process.terminate()

@@ -29,6 +29,7 @@ from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, iterate_conversations
 from eagle3.text.encode import (
     EncodedChunk,
+    Outcome,
     Problem,
     SampleEncoder,
     encode_all,
@@ -66,21 +67,23 @@ class Summary:
     cached: bool = False  # taken from the cache
 
     @classmethod
-    def of(cls, encoded: EncodedChunk, samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> "Summary":
-        """The summary of some rows and the samples made of them."""
-        problems = [
-            (row.origin, outcome.problem) for row, outcome in zip(*encoded, strict=True) if outcome.problem is not None
-        ]
+    def of(
+        cls,
+        outcomes: Sequence[Outcome],
+        problems: Sequence[tuple[str, Problem]],
+        samples: Sequence[tuple[np.ndarray, np.ndarray]],
+    ) -> "Summary":
+        """The summary of some rows, their problems, each with its row's origin, and the samples made of them."""
         return cls(
-            rows=len(encoded.outcomes),
+            rows=len(outcomes),
             kept=len(samples),
-            truncated=sum(outcome.truncated for outcome in encoded.outcomes),
+            truncated=sum(outcome.truncated for outcome in outcomes),
             tokens=sum(len(ids) for ids, _ in samples),
             supervised=sum(int(loss_mask.sum()) for _, loss_mask in samples),
             dropped=dict(Counter(problem.reason for _, problem in problems)),
             kinds={problem.reason: problem.kind for _, problem in problems},
             examples={problem.reason: origin for origin, problem in reversed(problems)},
-            empty_answers=sum(outcome.empty_answers for outcome in encoded.outcomes),
+            empty_answers=sum(outcome.empty_answers for outcome in outcomes),
         )
 
     def __add__(self, other: "Summary") -> "Summary":
@@ -238,15 +241,12 @@ def _write(
     processes = useful_processes(contents.rows, contents.characters, workers) if encoder.tokenizer.is_fast else 1
     with SampleWriter(folder, summary.kept, summary.tokens) as writer, progress.also_between():
         saved = time.monotonic()
-        for encoded in _without_os_errors(encode_all(encoder, islice(rows, earlier.rows, None), processes)):
-            usable = [outcome for outcome in encoded.outcomes if outcome.problem is None]
+        for chunk, outcomes in _without_os_errors(encode_all(encoder, islice(rows, earlier.rows, None), processes)):
+            usable = [outcome for outcome in outcomes if outcome.problem is None]
             samples = [piece for outcome in usable for piece in split(outcome, encoder.max_length)]
-            fatal += [
-                (row.origin, outcome.problem)
-                for row, outcome in zip(*encoded, strict=True)
-                if outcome.problem and "drop" not in policies[outcome.problem.kind]
-            ]
-            summary += Summary.of(encoded, samples)
+            problems = [(row.origin, each.problem) for row, each in zip(chunk, outcomes, strict=True) if each.problem]
+            fatal += [(origin, problem) for origin, problem in problems if "drop" not in policies[problem.kind]]
+            summary += Summary.of(outcomes, problems, samples)
             if not fatal:  # otherwise only the problems still matter
                 writer.add(samples)
                 if time.monotonic() - saved >= SAVE_SECONDS:

@@ -116,7 +116,7 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     file cannot be read or its rows cannot be separated."""
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-            begins_list = file.read(1000).lstrip().startswith("[")  # as no row does, which is an object
+            begins_list = file.read(1000).lstrip().startswith("[")  # whatever its name says; a row is an object
         lines = _json_rows if begins_list else _line_rows
         yield from {".json": _json_rows, ".jsonl": lines, ".parquet": _parquet_rows}[path.suffix](path)
     except OSError as error:

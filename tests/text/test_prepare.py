@@ -196,8 +196,8 @@ def test_processes_give_what_one_process_gives_in_order(tokenizer):
 
     def outcomes(processes: int) -> list[encode.Outcome]:
         encoded = [*encode.encode_all(encoder, iter(rows), processes)]
-        assert [row for part in encoded for row in part.conversations] == rows
-        return [outcome for part in encoded for outcome in part.outcomes]
+        assert [row for conversations, _ in encoded for row in conversations] == rows
+        return [outcome for _, part in encoded for outcome in part]
 
     alone, together = outcomes(1), outcomes(2)
     assert len(alone) == len(together) == 150
