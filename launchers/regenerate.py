@@ -70,11 +70,11 @@ def main() -> int:
     variables = template_variables(options.template_variables)
     require_apart(options.out, options.data)
     console = Console(speaks=True, quiet=options.quiet)
-    model, urls, left_out = find_model(urls, options.model, key)
-    for url, reason in left_out.items():
+    served = find_model(urls, options.model, key)
+    for url, reason in served.left_out.items():
         console.warn(f"{url} is left out: {reason}")
     generation = Generation(
-        model=model,
+        model=served.model,
         turns=options.turns,
         reasoning=options.reasoning,
         truncated=options.truncated,
@@ -99,9 +99,10 @@ def main() -> int:
         drop, setting = options.malformed == "drop", "--malformed drop"
         malformed = MalformedRows(drop, setting)
         total = sum(1 for _ in conversations(malformed, console))
-        console(f"{total:,} conversations; {model} at {', '.join(urls)}")
+        console(f"{total:,} conversations; {served.model} at {', '.join(served.urls)}")
         endpoints = [
-            Endpoint(url, key, model, concurrency=options.concurrency, timeout=options.timeout) for url in urls
+            Endpoint(url, key, served.model, concurrency=options.concurrency, timeout=options.timeout)
+            for url in served.urls
         ]
         prompts = conversations(MalformedRows(drop, setting), lambda line: None)
         summary = regenerate(prompts, total, file, endpoints, generation, console.warn, console)

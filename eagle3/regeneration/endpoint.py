@@ -5,7 +5,7 @@ import ipaddress
 import json
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import httpx2
 from pydantic import AfterValidator, AliasPath, BeforeValidator, Field
@@ -78,6 +78,14 @@ class Answer(Typed):
         return self.reasoning_content or self.plain_reasoning
 
 
+class Served(NamedTuple):
+    """The model that the endpoints serve, and the endpoints that can be used."""
+
+    model: str
+    urls: list[str]  # the endpoints to use
+    left_out: dict[str, str]  # why the others are not used
+
+
 def endpoint_urls(addresses: Sequence[str]) -> list[str]:
     """Each endpoint as `http://host:port/v1`, whether or not `/v1` was given. Raises UserError for invalid ones."""
     urls = []
@@ -114,10 +122,8 @@ def exposed(url: str) -> bool:
     return address.scheme != "https" and not local
 
 
-def find_model(urls: Sequence[str], model_name: str | None, key: str | None) -> tuple[str, list[str], dict[str, str]]:
-    """Ask each endpoint what it serves. Returns the model, the endpoints to use, and why the others are not used.
-
-    model_name: the one to use; None for the only one served
+def find_model(urls: Sequence[str], model_name: str | None, key: str | None) -> Served:
+    """Ask each endpoint what it serves. model_name: the one to use; None for the only one served.
 
     Raises UserError if no endpoint can be used, if one does not serve `model_name`, if one serves several models and
     `model_name` is None, or if they serve different models.
@@ -145,7 +151,7 @@ def find_model(urls: Sequence[str], model_name: str | None, key: str | None) -> 
     if len(set(models.values())) > 1:
         details = ", ".join(f"{url} {name}" for url, name in models.items())
         raise UserError(f"--endpoint: the endpoints serve different models ({details}); name endpoints of one target")
-    return next(iter(models.values())), list(models), left_out
+    return Served(next(iter(models.values())), list(models), left_out)
 
 
 def _model_names(url: str, key: str | None) -> list[str]:

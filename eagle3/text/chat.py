@@ -87,12 +87,7 @@ def encode_conversation(
     if conversation.messages is None:
         text = conversation.text
         ids, offsets = _with_offsets(tokenizer, text)
-        tokens = [
-            # Some tokenizers count white space on the left as part of an added token.
-            AddedToken(content, max(text.find(content, start, stop), start), stop)
-            for content, (start, stop) in zip(map(contents.get, ids.tolist()), offsets.tolist(), strict=True)
-            if content is not None
-        ]
+        tokens = _added_tokens(text, ids, offsets, contents)
         spans = turn_spans(text, tokens, turns_of(render, added_tokens), tokenizer.bos_token or "")
     else:
         messages = as_template_reads(conversation.messages, template, choices.reasoning, render)
@@ -101,6 +96,17 @@ def encode_conversation(
     if choices.supervise == "last_turn":
         spans = spans[-1:]
     return _supervised(ids, text, offsets, spans, list(contents))
+
+
+def _added_tokens(text: str, ids: np.ndarray, offsets: np.ndarray, contents: dict[int, str]) -> list[AddedToken]:
+    """The added tokens in a text, in order. contents: the text of every added token, by id. If the tokenizer counts
+    white space on the left as part of an added token, it is cut off."""
+    tokens = zip(map(contents.get, ids.tolist()), offsets.tolist(), strict=True)
+    return [
+        AddedToken(content, max(text.find(content, start, stop), start), stop)
+        for content, (start, stop) in tokens
+        if content is not None
+    ]
 
 
 def _talk_spans(

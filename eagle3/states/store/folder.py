@@ -141,24 +141,29 @@ def read_indexes(files: StoreFiles, manifest: Manifest) -> list[ShardIndex]:
     indexes, errors = find_indexes(files)
     for error in errors.values():
         raise error
-    foreign = [index for index in indexes if foreign_flaw(index.provenance_digest, manifest.digest)]
-    if foreign:  # the message says whether the shards or `store.json` must have been replaced
-        digest = foreign[0].provenance_digest
-        if {index.provenance_digest for index in indexes} == {digest}:
-            raise ForeignShards(
-                f"{files.where}/{MANIFEST}",
-                f"describes another provenance (digest {manifest.digest}) than its {counted(len(foreign), 'shard')} "
-                f"(digest {digest})",
-            )
-        raise ForeignShards(
-            f"{files.where}/{foreign[0].shard}",
-            f"{foreign_flaw(digest, manifest.digest)}; {len(foreign):,} of {len(indexes):,} shards are foreign",
-        )
+    _require_digest(files.where, indexes, manifest.digest)
     sizes = files.sizes()  # read after the indexes, which are written after their shards
     for index in indexes:
         if flaw := shard_flaw(index, sizes):
             raise DamagedStore(f"{files.where}/{index.shard}", flaw)
     return indexes
+
+
+def _require_digest(where: str, indexes: list[ShardIndex], digest: str) -> None:
+    """Check that no index has a different digest. Raises ForeignShards, whose message says whether the shards or
+    `store.json` must have been replaced."""
+    foreign = [index for index in indexes if foreign_flaw(index.provenance_digest, digest)]
+    if not foreign:
+        return
+    other_digest = foreign[0].provenance_digest
+    if {index.provenance_digest for index in indexes} == {other_digest}:
+        raise ForeignShards(
+            f"{where}/{MANIFEST}",
+            f"describes another provenance (digest {digest}) than its {counted(len(foreign), 'shard')} (digest "
+            f"{other_digest})",
+        )
+    flaw = f"{foreign_flaw(other_digest, digest)}; {len(foreign):,} of {len(indexes):,} shards are foreign"
+    raise ForeignShards(f"{where}/{foreign[0].shard}", flaw)
 
 
 def shard_flaw(index: ShardIndex, sizes: Mapping[str, int | None]) -> str | None:
