@@ -1,5 +1,5 @@
-"""Whether the kernels of attention and loss are right on this GPU and how fast they are, and whether a whole training
-step on it agrees with the CPU.
+"""Whether the kernels of attention, position-wise work and loss are right on this GPU and how fast they are, and
+whether a whole training step on it agrees with the CPU.
 
     python benchmarks/cuda_kernels.py                        on CUDA
     python benchmarks/cuda_kernels.py --device cpu --tiny    whether the code runs

@@ -49,7 +49,7 @@ done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 out=${OUT:-benchmarks/results}
-((dry)) && out=$work/results
+((dry)) && out=${OUT:-$work/results}
 python=${PYTHON:-python}
 total=530
 ((dry)) && total=$((5 * total)) # a CPU may be busy

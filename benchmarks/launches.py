@@ -50,6 +50,7 @@ ATTENTION = {"flash4": FLASH4, "flash": FLASH}
 ROOMS = (
     ("loss", ("objective/distill", "objective/streaming", "objective/softmaxes", "objective/fused")),
     ("own keys", ("attention/fused_own",)),
+    ("sums of gradients and shared rows", ("attention/shared",)),
     ("prefix attention", ("attention/",)),
     ("exchange", ("deepspeed ",)),
     ("rotation and SwiGLU", ("draft/rope", "draft/pointwise", "draft/fused_pointwise")),

@@ -101,7 +101,7 @@ def _empty(x: Tensor) -> Tensor:
 @torch.library.custom_op("eagle3::swiglu_backward", mutates_args=())
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     d_x = torch.empty_like(x)
-    _launch(_swiglu_backward_kernel, *grad.shape, grad.contiguous(), x, d_x, grad.shape[1])
+    _launch(_swiglu_backward_kernel, *grad.shape, grad, x, d_x, grad.shape[1])
     return d_x
 
 
@@ -136,8 +136,8 @@ def _empty_gradient(grads: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Tensor
 
 FUSED_POINTWISE = Pointwise(
     "fused",
-    swiglu,
-    swiglu_backward,
-    lambda x, rotation, heads, dtype: rotate(x, *rotation, heads, dtype),
+    lambda x: swiglu(x.contiguous()),
+    lambda grad, x: swiglu_backward(grad.contiguous(), x.contiguous()),
+    lambda x, rotation, heads, dtype: rotate(x.contiguous(), *rotation, heads, dtype),
     lambda grads, rotation: rotate_backward([grad.contiguous() for grad in grads], *rotation),
 )

@@ -9,13 +9,14 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from eagle3.attention.block import PLAIN_BLOCKS
+from eagle3.attention.block import PLAIN_BLOCKS, PLAIN_OWN
 from eagle3.attention.ring import SharedKeyValue
 from eagle3.attention.schedule import Piece, PrefixSchedule
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import EMBEDDING, ExportedDraft, load_weights, read_exported
 from eagle3.draft.model import DraftPass, Eagle3Draft
+from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import AcceptanceRule, Drawn
 from eagle3.targets.logits import TargetHead
@@ -127,12 +128,13 @@ class ChainDrafter:
     def __init__(self, draft: Eagle3Draft, d2t: Tensor, capacity: int) -> None:
         attention = draft.layer.self_attention
         shape = (2, capacity, attention.linear_k.weight.shape[0] // attention.head_dim, attention.head_dim)
-        self.draft, self.at_work, self.d2t, self.rows = draft, DraftPass(draft), d2t, 0
+        self.draft, self.d2t, self.rows = draft, d2t, 0
+        self.at_work = DraftPass(draft, pointwise=PLAIN_POINTWISE)
         self.prefix = draft.fc.weight.new_empty(shape)
         alone = draft.pg_collection.tp
-        # On a GPU by matrix products, which need no proof: for one query at a time they are fast enough.
+        # On a GPU by torch's operators, which need no proof: for one query at a time they are fast enough.
         kernels = None if self.prefix.device.type == "cpu" else PLAIN_BLOCKS
-        self.attention = TTTAttention.over(alone, alone, draft.scale, kernels=kernels)
+        self.attention = TTTAttention.over(alone, alone, draft.scale, kernels=kernels, own=PLAIN_OWN)
 
     def extend(self, aux: Tensor, next_tokens: Tensor) -> None:
         """Append N rows, for tokens that the target has read: aux [N, 3Ht], and the token after each [N]."""

@@ -82,9 +82,9 @@ class Laps:
 
 
 class TargetSession:
-    """A target that decodes one conversation (batch 1) with its KV cache. can_forget: whether its end will be
-    cropped. Raises UserError for a target with a recurrent state, because what a rejected draft did to that state
-    cannot be undone."""
+    """A target that decodes one conversation (batch 1) with its KV cache. can_forget: whether `forget` will be used.
+    Raises UserError for a target with a recurrent state, because what a rejected draft did to that state cannot be
+    undone."""
 
     def __init__(self, target: TransformersTarget, *, can_forget: bool) -> None:
         self.target = target
@@ -97,6 +97,10 @@ class TargetSession:
         """Append tokens [T]. Returns the model's own logits [rows, V] after the last `rows` of them."""
         output = self.target.decoder(input_ids=tokens[None], past_key_values=self.cache, use_cache=True)
         return self.target.own_logits(output, output.last_hidden_state[0, -rows:])
+
+    def forget(self, tokens: int) -> None:
+        """Rolls back the last `tokens`."""
+        self.cache.crop(-tokens)
 
 
 @torch.no_grad()
@@ -132,7 +136,7 @@ def speculative(
             proposed = clock.lap()
             logits = session.forward(torch.cat((next_tokens[-1:], proposal.tokens)), rows=draft_tokens + 1)
             drafts, accepted, added = rule.verify(proposal, logits)
-            session.cache.crop(accepted - draft_tokens)  # rolls back the rejected drafts
+            session.forget(draft_tokens - accepted)
             aux, next_tokens = _aux(captured, target)[: accepted + 1], next_tokens.new_tensor(added)
             end = next((place for place, token in enumerate(added, 1) if token in ends), len(added))
             verifications.append(Verification(drafts, min(accepted, end), added[:end]))

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.attention.block import PLAIN_BLOCKS
+from eagle3.attention.block import PLAIN_BLOCKS, PLAIN_OWN
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
+from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.objective.unroll import unroll, unroll_inputs
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.states.rows import length_buckets
@@ -68,7 +69,8 @@ def forced_drafts(
     draft reads. d2t [Vd] is on the draft's device."""
     draft.draft_config.check_chain(draft_tokens, "drafted tokens", "draft")
     alone, device = draft.pg_collection.tp, d2t.device
-    attention = TTTAttention.over(alone, alone, draft.scale, kernels=None if device.type == "cpu" else PLAIN_BLOCKS)
+    kernels = None if device.type == "cpu" else PLAIN_BLOCKS  # which need no proof
+    attention = TTTAttention.over(alone, alone, draft.scale, kernels=kernels, own=PLAIN_OWN)
     results: dict[int, ForcedDrafts] = {}
     for batch in length_buckets([len(text.ids) for text in texts], PACKED_TOKENS):
         # A chain after token s + 1 begins at row s, and ends with token s + 1 + draft_tokens.
@@ -83,7 +85,7 @@ def forced_drafts(
             [start + torch.tensor(chain) for start, chain in zip(stream.starts, chains, strict=True)]
         ).long()
         slots, right, first = torch.searchsorted(plan.queries, rows).to(device), [], None
-        for step, output in enumerate(unroll(draft, attention, inputs)):
+        for step, output in enumerate(unroll(draft, attention, inputs, pointwise=PLAIN_POINTWISE)):
             logits, wrote = draft.logits(output[slots]), stream.ids[rows + 2 + step].to(device)
             first = logits if first is None else first
             best = logits.argmax(-1)

@@ -39,8 +39,8 @@ def checkpoint_of(recipe: Recipe) -> int | None:
 
 
 def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Iterator[Finding]:
-    """A finding for each kind of attention's blocks and for the loss: every kernel's error and time, and which one
-    training will use. Collective."""
+    """A finding for each kind of attention's blocks, for position-wise work and for the loss: every kernel's error and
+    time, and which one training will use. Collective."""
     sizes, dtype = cluster.ask((lambda: _demanded(recipe)) if topology.is_first else None)[0], recipe.training.dtype
     if isinstance(sizes, str):
         yield Finding("kernels", "failed", sizes, "change parallelism")

@@ -187,7 +187,7 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
 
 
 def _choose_kernels(job: Job, run: _Run) -> Choice:
-    """Choose the kernels of attention and loss, on CUDA by trying them on this GPU. Collective."""
+    """Choose the kernels of attention, position-wise work and loss, on CUDA by trying them on this GPU. Collective."""
     training, sizes, topology = job.recipe.training, job.recipe.parallelism, run.topology
     demand = Demand.of(job.shape, sizes.tensor, sizes.ulysses, getattr(torch, training.dtype), training.ttt_steps)
     before = gathered(run.folder.kernels_before() if topology.is_first and run.continues else None)[0]

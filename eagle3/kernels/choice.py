@@ -78,7 +78,7 @@ class Candidates:
             known = {each.name for kind, kernels in self.of_kind.items() if kind not in OTHERS for each in kernels}
             raise SharedUserError(
                 f"training.kernels: {name!r} does not run on this device, or not in this training.dtype, or not with "
-                f"this head_dim; set it to {', '.join(sorted(known - {'cpu'}))} or auto"
+                f"this head_dim, or is not installed; set it to {', '.join(sorted(known - {'cpu'}))} or auto"
             )
         # What the kernel cannot compute is left to the usual ones; bands are cut into blocks that it may compute.
         return Candidates(

@@ -47,9 +47,10 @@ class _Case(NamedTuple):
         def draw(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(demand.dtype).double()
 
-        wide = rows, demand.heads, demand.head_dim
+        heads, kv_heads = demand.own_heads
+        wide = rows, heads, demand.head_dim
         out, q, grad = (draw(*wide) for _ in range(3))
-        lse, own = draw(*wide[:2]), draw(2 * step, rows, demand.kv_heads, demand.head_dim)
+        lse, own = draw(*wide[:2]), draw(2 * step, rows, kv_heads, demand.head_dim)
         out[0], lse[0] = 0, float("-inf")
         return cls(out, lse, q, grad, own)
 

@@ -14,14 +14,19 @@ ROWS, WIDTH, TIMED_WIDTH = 37, 1100, 2**13  # of a case; its width is not a mult
 
 
 def prove_pointwise(kernels: Sequence[Pointwise], demand: Demand, device: torch.device, timed: bool) -> list[Verdict]:
-    case = _Case.random(demand, ROWS, WIDTH, device)
+    if not kernels:
+        return []
+    heads, kv_heads = demand.own_heads
+    every = (heads, kv_heads, kv_heads)
+    cases = [_Case.random(demand, each, ROWS, WIDTH, device) for each in ((heads,), (kv_heads, kv_heads), every)]
 
     def compare(kernel: Pointwise) -> Iterator[Comparison]:
         names = ("SwiGLU", "SwiGLU's gradient", "rotation", "rotation's gradient")
-        for name, actual, expected in zip(names, case.run(kernel), case.define(), strict=True):
-            yield Comparison(name, actual, expected, BOUNDS[demand.dtype])
+        for case in cases:
+            for name, actual, expected in zip(names, case.run(kernel), case.define(), strict=True):
+                yield Comparison(name, actual, expected, BOUNDS[demand.dtype])
 
-    large = _Case.random(demand, TIMED_ROWS, TIMED_WIDTH, device) if timed else None
+    large = _Case.random(demand, every, TIMED_ROWS, TIMED_WIDTH, device) if timed else None
     return [judge(kernel, compare, large.run if large else None, device) for kernel in kernels]
 
 
@@ -35,13 +40,13 @@ class _Case(NamedTuple):
     d_parts: Sequence[Tensor]  # each [tokens, heads, d]
 
     @classmethod
-    def random(cls, demand: Demand, rows: int, width: int, device: torch.device) -> "_Case":
+    def random(cls, demand: Demand, heads: Sequence[int], rows: int, width: int, device: torch.device) -> "_Case":
         generator, exact = torch.Generator(device).manual_seed(rows), torch.promote_types(demand.dtype, torch.float32)
 
         def draw(*shape: int, dtype: torch.dtype = demand.dtype) -> Tensor:
             return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-        heads, head_dim = (demand.heads, demand.kv_heads, demand.kv_heads), demand.head_dim
+        head_dim = demand.head_dim
         return cls(
             draw(rows, 2 * width),
             draw(rows, width),
@@ -63,8 +68,9 @@ class _Case(NamedTuple):
         x, projected = x.requires_grad_(), projected.requires_grad_()
         gate, up = x.chunk(2, 1)
         out = gate / (1 + (-gate).exp()) * up
-        whole, plain = projected.unflatten(1, (-1, 2 * angles.shape[-1])), d_parts[-1].shape[1]
-        turned = torch.complex(*whole[:, :-plain].chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
-        parts = torch.cat((torch.cat((turned.real, turned.imag), -1), whole[:, -plain:]), 1)
+        whole, turning = projected.unflatten(1, (-1, 2 * angles.shape[-1])), d_parts[:-1] or d_parts
+        count = sum(part.shape[1] for part in turning)
+        turned = torch.complex(*whole[:, :count].chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
+        parts = torch.cat((torch.cat((turned.real, turned.imag), -1), whole[:, count:]), 1)
         d_x, d_projected = torch.autograd.grad((out, parts), (x, projected), (d_out, torch.cat(d_parts, 1)))
         return out.detach(), d_x, parts.detach(), d_projected

@@ -36,13 +36,15 @@ class Demand:
     steps: int = 0  # K
     hidden: int = 0
     columns: int = 0  # of the draft vocabulary
+    # Heads, and heads of keys and values, of the rank's own tokens, if Ulysses deals them to several ranks.
+    undealt: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, shape: DraftConfig, tensor: int, ulysses: int, dtype: torch.dtype, steps: int) -> "Demand":
         """What a draft of this shape asks for, with these sizes of the tensor-parallel and the Ulysses group."""
-        kv_heads = shape.num_key_value_heads // tensor
+        heads, kv_heads = shape.num_attention_heads // tensor, shape.num_key_value_heads // tensor
         return cls(
-            heads=shape.num_attention_heads // (tensor * ulysses),
+            heads=heads // ulysses,
             kv_heads=kv_heads // math.gcd(ulysses, kv_heads),  # see Ulysses.replicate
             head_dim=shape.head_dim,
             dtype=dtype,
@@ -50,7 +52,13 @@ class Demand:
             steps=steps,
             hidden=shape.hidden_size,
             columns=shape.draft_vocab_size // tensor,
+            undealt=(heads, kv_heads),
         )
+
+    @property
+    def own_heads(self) -> tuple[int, int]:
+        """Those of own keys and position-wise work."""
+        return self.undealt or (self.heads, self.kv_heads)
 
 
 @dataclass(frozen=True)

@@ -361,7 +361,7 @@ class Training(Section):
     )
     dtype: Precision = Field("float32", description="dtype of the draft; bfloat16 keeps fp32 masters in the optimiser")
     kernels: Literal["auto", "flash4", "flash", "efficient", "plain"] = Field(
-        "auto", description="on CUDA, the kernel of attention (plain: of the loss, too); auto: the fastest right one"
+        "auto", description="on CUDA, the kernel of attention (plain: of all else, too); auto: the fastest right one"
     )
     global_batch_size: Count = Field(16, description="samples per optimiser step")
     accumulation: Count = Field(1, description="packed streams (micro-batches) per rank in one optimiser step")

@@ -35,9 +35,11 @@ from transformers import (
     Qwen3NextForCausalLM,
 )
 
+from eagle3.attention.block import PLAIN_OWN
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import export_draft, read_exported
 from eagle3.draft.model import Eagle3Draft
+from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.drafter import ChainDrafter, load_draft, untrained_draft
@@ -185,8 +187,10 @@ def accepted_counts(pair: Pair, draft_tokens: int) -> set[int]:
 
 def test_off_the_cpu_a_draft_is_judged_by_plain_products_which_need_no_proof(pair):
     draft, d2t = pair.draft()
-    kernels = [ChainDrafter(draft.to(device), d2t, 8).attention.ring.kernels for device in ("cpu", "meta")]
-    assert kernels[0] is None and set(kernels[1].names.values()) == {"plain", None}
+    here, elsewhere = (ChainDrafter(draft.to(device), d2t, 8) for device in ("cpu", "meta"))
+    assert here.attention.ring.kernels is None
+    assert set(elsewhere.attention.ring.kernels.names.values()) == {"plain", None}
+    assert elsewhere.attention.own is PLAIN_OWN and elsewhere.at_work.pointwise is PLAIN_POINTWISE
 
 
 def test_drafts_and_accepted_counts_equal_the_definition_without_caches(pair):

@@ -296,3 +296,15 @@ def test_a_demand_is_of_one_ranks_heads(tensor, ulysses, heads, kv_heads):
     )  # fmt: skip
     demand = Demand.of(shape, tensor, ulysses, torch.bfloat16, steps=5)
     assert (demand.heads, demand.kv_heads, demand.columns, demand.window) == (heads, kv_heads, 40 // tensor, 9)
+    assert demand.own_heads == (8 // tensor, 2 // tensor)
+
+
+def test_own_keys_are_tried_with_the_heads_that_they_have_under_ulysses():
+    def doubled(prefix, q, own, scale):
+        output = PLAIN_OWN.forward(prefix, q, own, scale)
+        return output._replace(out=output.out * (2 if q.shape[1] > 4 * own[0].shape[1] else 1))
+
+    dealt = replace(DEMAND, heads=2, kv_heads=1)
+    wrong = PLAIN_OWN._replace(name="wrong in large groups", forward=doubled)
+    (alone,), (undealt,) = (prove_own([wrong], each, CPU, False) for each in (dealt, replace(dealt, undealt=(16, 2))))
+    assert alone.right and undealt.reason.startswith("out is off by")

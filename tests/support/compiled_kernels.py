@@ -70,9 +70,11 @@ def of_pointwise() -> Iterator[tuple[str, dict[str, int]]]:
     constants = {"COLUMNS": fused_pointwise.COLUMNS}
     for kernel in (fused_pointwise._swiglu_kernel, fused_pointwise._swiglu_backward_kernel):
         yield kernel.__name__, compiled(kernel, {}, constants, 4)
-    tensors = dict.fromkeys(("x", "d_x", "cos", "sin"), "*fp32") | {"parts": ("*bf16",) * 3, "widths": ("i32",) * 3}
-    for kernel in (fused_pointwise._rotate_kernel, fused_pointwise._rotate_backward_kernel):
-        yield kernel.__name__, compiled(kernel, tensors, constants | {"HALF": 64}, 4)
+    for parts in (1, 2, 3):
+        tensors = dict.fromkeys(("x", "d_x", "cos", "sin"), "*fp32")
+        tensors |= {"parts": ("*bf16",) * parts, "widths": ("i32",) * parts}
+        for kernel in (fused_pointwise._rotate_kernel, fused_pointwise._rotate_backward_kernel):
+            yield f"{kernel.__name__}, {parts} parts", compiled(kernel, tensors, constants | {"HALF": 64}, 4)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,15 @@ POINTWISE_FAULTS = [
     ),
     (
         PLAIN_POINTWISE._replace(
+            name="cannot turn one part",
+            rotate=lambda x, rotation, heads, dtype: [
+                (1 if len(heads) > 1 else 1.5) * part for part in PLAIN_POINTWISE.rotate(x, rotation, heads, dtype)
+            ],
+        ),
+        "rotation is off by",
+    ),
+    (
+        PLAIN_POINTWISE._replace(
             name="turns on",
             rotate_backward=lambda grads, rotation: PLAIN_POINTWISE.rotate_backward(
                 grads, rotation._replace(sin=-rotation.sin)
