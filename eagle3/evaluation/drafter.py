@@ -119,6 +119,13 @@ def check_belongs(config: DraftConfig, origin: object, vocab_size: int, hidden_s
         )
 
 
+def judging_attention(draft: Eagle3Draft) -> TTTAttention:
+    """Attention to judge a draft with, on one rank. On a GPU it is computed by torch's operators, which need no proof
+    and, for few queries at a time, are fast enough."""
+    alone, kernels = draft.pg_collection.tp, None if draft.fc.weight.device.type == "cpu" else PLAIN_BLOCKS
+    return TTTAttention.over(alone, alone, draft.scale, kernels=kernels, own=PLAIN_OWN)
+
+
 class ChainDrafter:
     """Drafts chains in one conversation. Keeps K_0 and V_0 of every row whose aux is known.
 
@@ -130,11 +137,7 @@ class ChainDrafter:
         shape = (2, capacity, attention.linear_k.weight.shape[0] // attention.head_dim, attention.head_dim)
         self.draft, self.d2t, self.rows = draft, d2t, 0
         self.at_work = DraftPass(draft, pointwise=PLAIN_POINTWISE)
-        self.prefix = draft.fc.weight.new_empty(shape)
-        alone = draft.pg_collection.tp
-        # On a GPU by torch's operators, which need no proof: for one query at a time they are fast enough.
-        kernels = None if self.prefix.device.type == "cpu" else PLAIN_BLOCKS
-        self.attention = TTTAttention.over(alone, alone, draft.scale, kernels=kernels, own=PLAIN_OWN)
+        self.prefix, self.attention = draft.fc.weight.new_empty(shape), judging_attention(draft)
 
     def extend(self, aux: Tensor, next_tokens: Tensor) -> None:
         """Append N rows, for tokens that the target has read: aux [N, 3Ht], and the token after each [N]."""

@@ -11,10 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.attention.block import PLAIN_BLOCKS, PLAIN_OWN
-from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
 from eagle3.draft.pointwise import PLAIN_POINTWISE
+from eagle3.evaluation.drafter import judging_attention
 from eagle3.objective.unroll import unroll, unroll_inputs
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.states.rows import length_buckets
@@ -68,9 +67,7 @@ def forced_drafts(
     """What the draft proposes at every place of each text. aux: for each text the auxiliary states [T, 3Ht] that the
     draft reads. d2t [Vd] is on the draft's device."""
     draft.draft_config.check_chain(draft_tokens, "drafted tokens", "draft")
-    alone, device = draft.pg_collection.tp, d2t.device
-    kernels = None if device.type == "cpu" else PLAIN_BLOCKS  # which need no proof
-    attention = TTTAttention.over(alone, alone, draft.scale, kernels=kernels, own=PLAIN_OWN)
+    attention, device = judging_attention(draft), d2t.device
     results: dict[int, ForcedDrafts] = {}
     for batch in length_buckets([len(text.ids) for text in texts], PACKED_TOKENS):
         # A chain after token s + 1 begins at row s, and ends with token s + 1 + draft_tokens.

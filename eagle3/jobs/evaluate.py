@@ -79,19 +79,7 @@ def judge(
     conversations = counted(len(prompts), "prompt" if files else "held-out conversation")
     if tree is not None:
         console(f"decoding {conversations} by SGLang")
-        served, window = _serve(inputs, exported, tree, decoding, prompts, console)
-        judgement = Judgement(
-            SpeculativeResult.over(served.conversations),
-            None,
-            "sglang",
-            version("sglang"),
-            tree.topk,
-            tree.tokens,
-            decoding.sampling,
-            window=window,
-            same_load=served.same_load,
-            sets=over_sets(sets, served.conversations, console),
-        )
+        judgement = _judge_served(inputs, exported, tree, decoding, prompts, sets, console)
     else:
         try:
             target = target or target_of(inputs, read_exported(exported), topology, console)
@@ -272,6 +260,31 @@ def texts_of(inputs: Inputs, files: Mapping[str, Path]) -> str:
     """The texts of a judgement in words: the prompt sets' files, without their paths, or the held-out samples."""
     own = f"{len(inputs.held_out):,} held-out samples of {int(inputs.held_out.lengths.sum()):,} tokens"
     return ", ".join(file.name for file in files.values()) or own
+
+
+def _judge_served(
+    inputs: Inputs,
+    exported: Path,
+    tree: DraftTree,
+    decoding: Decoding,
+    prompts: Sequence[Tensor],
+    sets: Mapping[str, int],
+    console: Console,
+) -> Judgement:
+    """`judge`, by SGLang. sets: number of prompts of each prompt set, in order."""
+    served, window = _serve(inputs, exported, tree, decoding, prompts, console)
+    return Judgement(
+        SpeculativeResult.over(served.conversations),
+        None,
+        "sglang",
+        version("sglang"),
+        tree.topk,
+        tree.tokens,
+        decoding.sampling,
+        window=window,
+        same_load=served.same_load,
+        sets=over_sets(sets, served.conversations, console),
+    )
 
 
 def _serve(
