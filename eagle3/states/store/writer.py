@@ -214,15 +214,19 @@ class StoreWriter(AbstractContextManager):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if kind is None and self._shard:
+            if kind is not None:
+                self._keep_whole_samples()
+            elif self._shard:
                 self._publish()
-            # Nothing that fails here may hide the exception that ended the block. A second signal may have left a
-            # thread behind that is still adding a sample.
-            with suppress(Exception), self._adding:
-                if self._shard and self._shard.cut():
-                    self._publish()
         finally:
             self.discard()
+
+    def _keep_whole_samples(self) -> None:
+        # Nothing that fails here may hide the exception that ended the block. A second signal may have left a thread
+        # behind that is still adding a sample.
+        with suppress(Exception), self._adding:
+            if self._shard and self._shard.cut():
+                self._publish()
 
 
 class ShardWriter:
