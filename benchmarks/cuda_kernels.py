@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,19 +47,15 @@ TINY = Demand(4, 2, 8, torch.float32, 20, steps=3, hidden=16, columns=100)
 STEP_BOUNDS = {torch.bfloat16: (1e-2, 1e-1), torch.float32: (1e-5, 1e-3)}
 
 
-def try_kernels(device: str, tiny: bool) -> list[dict[str, Any]]:
+def try_kernels(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
     topology = start(device)
-    results = []
     for name, demand in {"tiny": TINY}.items() if tiny else DEMANDS.items():
         candidates = Candidates.of(demand, topology.device)
         timed = topology.device.type == "cuda"
         table = plain_values(candidates.prove(demand, topology.alone, topology.device, timed))
-        results += [
-            {"draft": name, "kind": kind, "within_bound": not verdict["reason"]} | verdict
-            for kind, verdicts in table.items()
-            for verdict in verdicts
-        ]
-    return results
+        for kind, verdicts in table.items():
+            for verdict in verdicts:
+                yield {"draft": name, "kind": kind, "within_bound": not verdict["reason"]} | verdict
 
 
 class StepRun(NamedTuple):
@@ -68,7 +65,7 @@ class StepRun(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def run_steps(device: str, tiny: bool) -> list[dict[str, Any]]:
+def run_steps(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
     """Whole steps on the device in every mode against one in fp32 on the CPU, from the same weights and inputs."""
     topology = start(device)
     on_cpu = dataclasses.replace(topology, device=torch.device("cpu"))
@@ -104,7 +101,6 @@ def run_steps(device: str, tiny: bool) -> list[dict[str, Any]]:
         return StepRun(float(loss.detach()), gradients)
 
     expected = run(on_cpu, torch.float32)
-    results = []
     for dtype, recompute, inputs in product(STEP_BOUNDS, ("none", "attention_kept", "full"), ("device", "host")):
         actual = run(topology, dtype, recompute, inputs)
         errors = {
@@ -113,19 +109,16 @@ def run_steps(device: str, tiny: bool) -> list[dict[str, Any]]:
         }
         worst = max(errors, key=errors.__getitem__)
         loss = abs(actual.loss - expected.loss) / abs(expected.loss)
-        results.append(
-            {
-                "dtype": str(dtype).removeprefix("torch."),
-                "recompute": recompute,
-                "inputs": inputs,
-                "loss_error": loss,
-                "worst_gradient_error_l2": errors[worst],
-                "worst_gradient": worst,
-                "within_bound": loss <= STEP_BOUNDS[dtype][0]
-                and all(error <= STEP_BOUNDS[dtype][1] for error in errors.values()),
-            }
-        )
-    return results
+        yield {
+            "dtype": str(dtype).removeprefix("torch."),
+            "recompute": recompute,
+            "inputs": inputs,
+            "loss_error": loss,
+            "worst_gradient_error_l2": errors[worst],
+            "worst_gradient": worst,
+            "within_bound": loss <= STEP_BOUNDS[dtype][0]
+            and all(error <= STEP_BOUNDS[dtype][1] for error in errors.values()),
+        }
 
 
 def main() -> int:
@@ -133,16 +126,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="parts to run")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small drafts and streams")
-    parser.add_argument("--out", type=Path, help="a JSON file, written anew after every part")
+    parser.add_argument("--out", type=Path, help="a JSON file, written anew after every row")
     options = parser.parse_args()
     settings = vars(options)
     work = {"kernels": try_kernels, "steps": run_steps}
     results: dict[str, list[dict[str, Any]]] = {}
     for part in options.only:
         began = time.perf_counter()
-        results[part] = work[part](options.device, options.tiny)
+        results[part] = []
+        for row in work[part](options.device, options.tiny):
+            results[part].append(row)
+            save(options.out, document(settings, results))
         print(f"{part}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        save(options.out, document(settings, results))
         print({"kernels": _kernels_table, "steps": _steps_table}[part](results[part]), end="\n\n", flush=True)
     beyond = sum(not row["within_bound"] for rows in results.values() for row in rows)
     print(f"{beyond} of {sum(map(len, results.values()))} beyond their bound")

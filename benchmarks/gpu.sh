@@ -25,6 +25,9 @@
 # unpacked into a temporary folder. torch 2.11 with Triton 3.6 is enough (benchmarks/torch_bridge). Each part has a time
 # limit and saves its results as it goes; all parts but capture end within 530 seconds, in a dry run within five times
 # that. The exit code is 1 if a part failed or was cut off, and the last lines name it.
+#
+# Compiling FlashAttention 4's kernels takes a minute for each kind of draft, so the first run may not get through all
+# kinds. They are kept in FLASH4_CACHE (default: ~/.cache/eagle3/flash4, training's own), which can be brought along.
 set -u -o pipefail
 cd "$(dirname "$0")/.."
 parts="kernels golden steps peers largest specforge specforge2048 agreement quickstart capture fake"
@@ -60,6 +63,8 @@ if [[ -n ${WHEELS:-} ]]; then
     export PYTHONPATH=$PYTHONPATH:$work/site:$work/site/nvidia_cutlass_dsl/dsl_packages
     PATH=$work/site/bin:$PATH
 fi
+export FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1
+export FLASH_ATTENTION_CUTE_DSL_CACHE_DIR=${FLASH4_CACHE:-~/.cache/eagle3/flash4}
 # contexts differ from case to case: memory of one must serve the next
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
@@ -109,6 +114,7 @@ repeated=,warm_up=1,repeats=3
 steps() {
     local window=$(((dry ? 8 : 512)))
     echo "tokens=$(tokens 8192),recompute=none$repeated"
+    echo "tokens=$(tokens 16384),recompute=none$repeated"
     echo "tokens=$(tokens 32768),recompute=none$repeated"
     echo "tokens=$(tokens 131072),recompute=attention_kept"
     echo "tokens=$(tokens 131072),recompute=full"
@@ -121,10 +127,10 @@ steps() {
 }
 
 # about 15 s of each part go to imports and to making the draft
-part kernels 60 "$python" benchmarks/cuda_kernels.py --only kernels "${tiny[@]}" --out "$out/gpu-kernels.json"
+part kernels 100 "$python" benchmarks/cuda_kernels.py --only kernels "${tiny[@]}" --out "$out/gpu-kernels.json"
 
 # the engine on this device: golden cases in fp32 and bf16, and the kernels of the quickstart's draft
-part golden 45 "$python" launchers/doctor.py "output.dir=$work/run"
+part golden 75 "$python" launchers/doctor.py "output.dir=$work/run"
 
 mapfile -t cases < <(steps)
 part steps 130 "${rank[@]}" --out "$out/gpu-steps.json" "${cases[@]/#/--case=}"
@@ -154,7 +160,7 @@ part specforge2048 30 "${rank[@]}" --draft hidden-2048 --out "$out/gpu-specforge
 # whole steps on this device beside the CPU
 part agreement 40 "$python" benchmarks/cuda_kernels.py --only steps "${tiny[@]}" --out "$out/gpu-agreement.json"
 
-# the limits above add up to 530 seconds, of which the first visit to an H200 used about half
+# parts usually end before their limits; these get what is left
 brief=(training.max_steps=200 evaluation.conversations=6)
 ((dry)) && brief=(model.demo.steps=30 model.demo.answers=96 model.demo.answer_tokens=24 training.max_steps=6
     training.checkpoint_every=3 evaluation.every=3 evaluation.conversations=3 evaluation.new_tokens=16)

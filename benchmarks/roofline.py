@@ -175,8 +175,8 @@ def _memory(call: Call, touched: int) -> Cost:
     """The cost of any other operator. It reads its inputs and writes its outputs once."""
     if call.name in ("embedding", "index_select", "gather"):
         touched = sum(map(covered, call.outputs)) * 2 + sum(map(covered, call.inputs[1:]))
-    elif call.name == "index_add_":
-        touched = 3 * covered(call.inputs[-1])
+    elif call.name in ("index_add_", "index_copy_"):
+        touched = (3 if call.name == "index_add_" else 2) * covered(call.inputs[-1])
     elif call.name in OVERWRITES:
         touched -= covered(call.inputs[0])
     passes = SEVERAL.get(call.name, 1)

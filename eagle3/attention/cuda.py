@@ -9,6 +9,7 @@
 Layouts, padding and the arguments that are unused without dropout follow torch's C++ sources.
 """
 
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from eagle3.attention.plain import BlockGradients, BlockOutput, Scoring
+from eagle3.operators import operator
 
 # The efficient kernel's backward reads lse in whole blocks; it reads a mask in whole vectors of at least 16 bytes.
 LSE_MULTIPLE, MASK_MULTIPLE = 32, 16
@@ -32,7 +34,11 @@ def has_flash4(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= FLASH4_CAPABILITY
 
 
-@torch.library.custom_op("eagle3::flash4", mutates_args=())
+def _empty_flash4(q: Tensor, k, v, scale, causal, left, right) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[1::-1], dtype=torch.float32)
+
+
+@partial(operator, fake=_empty_flash4)
 def flash4(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int | None, right: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -47,12 +53,11 @@ def flash4(
     return out[0], lse[0]
 
 
-@flash4.register_fake
-def _empty_flash4(q: Tensor, k, v, scale, causal, left, right) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[1::-1], dtype=torch.float32)
+def _empty_flash4_gradients(grad, q, k, v, out, lse, scale, causal, left, right) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-@torch.library.custom_op("eagle3::flash4_backward", mutates_args=())
+@partial(operator, fake=_empty_flash4_gradients)
 def flash4_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool,
     left: int | None, right: int | None,
@@ -65,11 +70,6 @@ def flash4_backward(
         window_size_left=left, window_size_right=right,
     )  # fmt: skip
     return dq[0], dk[0], dv[0]
-
-
-@flash4_backward.register_fake
-def _empty_flash4_gradients(grad, q, k, v, out, lse, scale, causal, left, right) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
 def flash4_attention(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> BlockOutput:

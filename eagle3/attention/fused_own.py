@@ -10,9 +10,11 @@ from torch import Tensor
 
 from eagle3.attention.block import OwnKernel
 from eagle3.attention.plain import BlockOutput
+from eagle3.operators import launch, operator
 
 # Numbers in one program's tile [rows, group, width], of which a few are in registers at once, in fp32; and its warps.
-TILE, WARPS = 1024, 2
+# Twice as much of both takes four times as long on an H200, in the backward of six keys.
+TILE, WARPS = 512, 1
 
 
 @triton.jit
@@ -89,42 +91,27 @@ def _launch(kernel, q: Tensor, own: Sequence[Tensor], *arguments) -> None:
     (rows, heads, width), kv_heads = q.shape, own[0].shape[1]
     group, wide = triton.next_power_of_2(heads // kv_heads), triton.next_power_of_2(width)
     together = max(1, TILE // (group * wide))
-    if rows:
-        kernel[triton.cdiv(rows, together), kv_heads](
-            *arguments, OWN=len(own) // 2, GROUP=heads // kv_heads, WIDTH=width, R=together, G=group, D=wide,
-            num_warps=WARPS,
-        )  # fmt: skip
+    sizes = {"OWN": len(own) // 2, "GROUP": heads // kv_heads, "WIDTH": width, "R": together, "G": group, "D": wide}
+    launch(kernel, (triton.cdiv(rows, together), kv_heads), *arguments, **sizes, num_warps=WARPS)
 
 
-@torch.library.custom_op("eagle3::own_keys", mutates_args=())
+@operator
 def own_keys(out: Tensor, lse: Tensor, q: Tensor, own: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
     """OwnKernel.forward, given contiguous tensors."""
-    merged = _empty_merged(out, lse, q, own, scale)
-    _launch(_forward_kernel, q, own, out, lse, q, *_halves(own), *merged, len(q), own[0].shape[1], scale)
-    return merged
+    merged, merged_lse = torch.empty_like(q), torch.empty_like(lse)
+    _launch(_forward_kernel, q, own, out, lse, q, *_halves(own), merged, merged_lse, len(q), own[0].shape[1], scale)
+    return merged, merged_lse
 
 
-@own_keys.register_fake
-def _empty_merged(out: Tensor, lse: Tensor, q: Tensor, own: Sequence[Tensor], scale: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(lse)
-
-
-@torch.library.custom_op("eagle3::own_keys_backward", mutates_args=())
+@operator
 def own_keys_backward(
     grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, own: Sequence[Tensor], scale: float
 ) -> list[Tensor]:
     """OwnKernel.backward, likewise."""
-    dq, *d_own = gradients = _empty_gradients(grad, out, lse, q, own, scale)
+    dq, *d_own = gradients = [torch.empty_like(tensor) for tensor in (q, *own)]
     halves = *_halves(own), dq, *_halves(d_own)
     _launch(_backward_kernel, q, own, grad, out, lse, q, *halves, len(q), own[0].shape[1], scale)
     return gradients
-
-
-@own_keys_backward.register_fake
-def _empty_gradients(
-    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, own: Sequence[Tensor], scale: float
-) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor in (q, *own)]
 
 
 def _halves(own: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

@@ -84,8 +84,8 @@ class SharedWeight:
         return _Product.apply(x, self.weight, None, slice(None), self.gradient, False)
 
     def wide_product(self, x: Tensor, rows: slice, added: Tensor | None = None) -> Tensor:
-        """x [tokens, in] times these rows of the weight, plus `added`: [tokens, rows] in fp32 or wider, like `added`,
-        and not rounded in between."""
+        """x [tokens, in] times these rows of the weight, [tokens, rows] in fp32 or wider. added: a tensor like that to
+        which it is added, in place and not rounded before."""
         return _Product.apply(x, self.weight, added, rows, self.gradient, True)
 
 
@@ -94,6 +94,8 @@ class _Product(torch.autograd.Function):
     def forward(ctx, x, weight, added, rows, gradient, wide):
         ctx.rows, ctx.gradient, ctx.adds = rows, gradient, added is not None
         ctx.save_for_backward(x, weight)
+        if ctx.adds:
+            ctx.mark_dirty(added)
         return wide_product(x, weight[rows].t(), added) if wide else F.linear(x, weight)
 
     @staticmethod
@@ -107,12 +109,12 @@ class _Product(torch.autograd.Function):
 
 
 def wide_product(x: Tensor, columns: Tensor, added: Tensor | None = None) -> Tensor:
-    """x [n, h] times columns [h, v], plus `added`, in fp32 or wider, and not rounded in between."""
+    """x [n, h] times columns [h, v] in fp32 or wider. added: see SharedWeight.wide_product."""
     exact = torch.promote_types(x.dtype, torch.float32)
     wide = {"out_dtype": exact} if x.device.type == "cuda" and x.dtype != exact else {}
     if not wide:
         x, columns = x.to(exact), columns.to(exact)
-    return torch.mm(x, columns, **wide) if added is None else torch.addmm(added, x, columns, **wide)
+    return torch.mm(x, columns, **wide) if added is None else torch.addmm(added, x, columns, out=added, **wide)
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

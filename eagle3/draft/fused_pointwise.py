@@ -9,8 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle3.draft.pointwise import Pointwise, rotated
+from eagle3.operators import launch, operator
 
-COLUMNS = 1024  # of one program
+COLUMNS = 512  # of one program
 
 
 @triton.jit
@@ -76,8 +77,7 @@ def _rotate_backward_kernel(d_x, cos, sin, parts, widths, width, turning, HALF: 
 
 
 def _launch(kernel, rows: int, width: int, *arguments, **constants: int) -> None:
-    if rows:
-        kernel[rows, triton.cdiv(width, COLUMNS)](*arguments, COLUMNS=COLUMNS, **constants)
+    launch(kernel, (rows, triton.cdiv(width, COLUMNS)), *arguments, COLUMNS=COLUMNS, **constants)
 
 
 def _rotating(kernel, x: Tensor, cos: Tensor, sin: Tensor, parts: Sequence[Tensor]) -> None:
@@ -86,52 +86,34 @@ def _rotating(kernel, x: Tensor, cos: Tensor, sin: Tensor, parts: Sequence[Tenso
     _launch(kernel, len(x), pairs, x, cos, sin, tuple(parts), widths, pairs, turning, HALF=half)
 
 
-@torch.library.custom_op("eagle3::swiglu", mutates_args=())
+@operator
 def swiglu(x: Tensor) -> Tensor:
-    out = _empty(x)
+    out = x.new_empty(len(x), x.shape[1] // 2)
     _launch(_swiglu_kernel, *out.shape, x, out, out.shape[1])
     return out
 
 
-@swiglu.register_fake
-def _empty(x: Tensor) -> Tensor:
-    return x.new_empty(len(x), x.shape[1] // 2)
-
-
-@torch.library.custom_op("eagle3::swiglu_backward", mutates_args=())
+@operator
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
     d_x = torch.empty_like(x)
     _launch(_swiglu_backward_kernel, *grad.shape, grad, x, d_x, grad.shape[1])
     return d_x
 
 
-swiglu_backward.register_fake(lambda grad, x: torch.empty_like(x))
-
-
-@torch.library.custom_op("eagle3::rotate", mutates_args=())
+@operator
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """Pointwise.rotate, given contiguous tensors."""
-    parts = _empty_parts(x, cos, sin, heads, dtype)
+    parts = [x.new_empty(len(x), each, 2 * cos.shape[-1], dtype=dtype) for each in heads]
     _rotating(_rotate_kernel, x, cos, sin, parts)
     return parts
 
 
-@rotate.register_fake
-def _empty_parts(x: Tensor, cos: Tensor, sin: Tensor, heads: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    return [x.new_empty(len(x), each, 2 * cos.shape[-1], dtype=dtype) for each in heads]
-
-
-@torch.library.custom_op("eagle3::rotate_backward", mutates_args=())
+@operator
 def rotate_backward(grads: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
     """Pointwise.rotate_backward, likewise."""
-    d_x = _empty_gradient(grads, cos, sin)
+    d_x = cos.new_empty(len(cos), sum(grad.shape[1] for grad in grads) * 2 * cos.shape[-1])
     _rotating(_rotate_backward_kernel, d_x, cos, sin, grads)
     return d_x
-
-
-@rotate_backward.register_fake
-def _empty_gradient(grads: Sequence[Tensor], cos: Tensor, sin: Tensor) -> Tensor:
-    return cos.new_empty(len(cos), sum(grad.shape[1] for grad in grads) * 2 * cos.shape[-1])
 
 
 FUSED_POINTWISE = Pointwise(

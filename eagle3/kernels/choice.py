@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from eagle3.attention import block, cuda, plain
+from eagle3.attention import block, cuda, plain, shared
 from eagle3.attention.block import BlockKernels, block_candidates, own_candidates
 from eagle3.console import Console
 from eagle3.draft import pointwise, rope
@@ -37,7 +37,9 @@ from eagle3.preflight.sameness import versions
 OWN, POINTWISE, LOSS = "own", "pointwise", "loss"
 OTHERS = (OWN, POINTWISE, LOSS)
 OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
-MODULES = (block, cuda, plain, pointwise, rope, distill, softmaxes, proof, blocks, own_proof, pointwise_proof, loss)
+MODULES = (
+    *(block, cuda, plain, shared, pointwise, rope, distill, softmaxes, proof, blocks, own_proof, pointwise_proof, loss),
+)
 # The import of the last three needs Triton.
 SOURCES = [
     *(Path(module.__file__) for module in MODULES),
@@ -165,6 +167,9 @@ def choose_kernels(
     if device.type != "cuda":
         names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.of_kind.items()}
         return Choice(candidates.kernels(names), {})
+    if cache:  # FlashAttention 4 reads both when it is imported, and keeps its compiled kernels
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache / "flash4"))
     known = {kind: [each.name for each in kernels] for kind, kernels in candidates.of_kind.items()}
 
     def prove() -> Table:

@@ -72,7 +72,7 @@ class _LossInputs(NamedTuple):
         teacher = Teacher(self.last, self.teacher_head, self.best, self.lse)
         weights, nothing = self.weights, torch.zeros_like(self.weights)
         # several blocks, the last one shorter
-        size = (len(self.best) * 3 // 7) * loss_row_bytes(len(outputs), *head.shape, head.dtype)
+        size = (len(self.best) * 3 // 7) * loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.teacher_rows)
         distilled = distill(
             outputs,
             head,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eagle3.objective.softmaxes import PLAIN, Logits, LossKernel
+from eagle3.objective.softmaxes import PLAIN, PLAIN_TEACHER_ROWS, Logits, LossKernel
 from eagle3.objective.streaming import StreamedRows
 from eagle3.targets.logits import LogitTransform
 from eagle3.transfer import send
@@ -45,7 +45,7 @@ class LossBlocks(NamedTuple):
     """How `distill` computes its blocks."""
 
     size: int = BLOCK_BYTES  # bytes that one block takes
-    kernel: LossKernel | None = None  # None: `usual_loss_kernel`
+    kernel: LossKernel | None = None  # None: the usual one
 
 
 USUAL_BLOCKS = LossBlocks()
@@ -59,18 +59,20 @@ class Distilled(NamedTuple):
     correct: Tensor  # [K, M] bool: supervised positions where the draft's best token is the teacher's
 
 
-def loss_row_bytes(steps: int, columns: int, hidden: int, dtype: torch.dtype) -> int:
+def loss_row_bytes(
+    steps: int, columns: int, hidden: int, dtype: torch.dtype, teacher_rows: int = PLAIN_TEACHER_ROWS
+) -> int:
     """Bytes that `distill` holds per teacher row: K rows of draft logits in fp32 or wider, and a copy in `dtype` if
-    that is narrower; five more rows of logits in fp32 or wider; and for each step six rows of hidden size (states,
+    that is narrower; the kernel's teacher rows, in fp32 or wider; and for each step six rows of hidden size (states,
     normed states, gradients), of which two are in fp32 or wider."""
     exact = max(dtype.itemsize, 4)
-    logits = steps * (exact + (dtype.itemsize if dtype.itemsize < exact else 0)) + 5 * exact
+    logits = steps * (exact + (dtype.itemsize if dtype.itemsize < exact else 0)) + teacher_rows * exact
     return columns * logits + steps * hidden * (4 * dtype.itemsize + 2 * exact)
 
 
-def loss_rows(steps: int, columns: int, hidden: int, dtype: torch.dtype, block_bytes: int) -> int:
-    """Teacher rows in one block of `distill`; [columns, hidden] is the shape of lm_head on one tensor-parallel rank."""
-    return max(1, block_bytes // loss_row_bytes(steps, columns, hidden, dtype))
+def loss_rows(block_bytes: int, row_bytes: int) -> int:
+    """Teacher rows in one block of `distill`."""
+    return max(1, block_bytes // row_bytes)
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,8 @@ def distill(
     group: the tensor-parallel group.
     """
     weights_by_step = tuple(zip(*(part.tolist() for part in weights), strict=True))
-    rows = loss_rows(len(outputs), *head.shape, head.dtype, blocks.size)
-    kernel = blocks.kernel or usual_loss_kernel(head.device, head.dtype)
+    kernel = blocks.kernel or loss_candidates(head.device, head.dtype)[0]
+    rows = loss_rows(blocks.size, loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.teacher_rows))
     norm_weights = () if norm is None else norm.parameters()
     surrogate, cross_entropy, overlap, correct = _Distill.apply(
         weights_by_step, group, norm, (rows, kernel), head, teacher, query_of, *outputs, *norm_weights
@@ -142,15 +144,17 @@ class _Gradients:
         self.kernel = kernel
         exact = torch.promote_types(head.dtype, torch.float32)
         self.norm_weights = [] if norm is None else list(norm.parameters())
-        self.outputs = [torch.zeros_like(output) for output in outputs]
+        # one more row each, for slots without a query
+        self.outputs = [output.new_zeros(len(output) + 1, *output.shape[1:]) for output in outputs]
         self.head = torch.zeros_like(head, dtype=exact)
         self.norm = [torch.zeros_like(weight, dtype=exact) for weight in self.norm_weights]
 
-    def add(self, logits: Tensor, hidden: Tensor, normed: Tensor, head: Tensor, slots: Tensor) -> None:
+    def add(self, logits: Tensor, hidden: Tensor, normed: Tensor, head: Tensor, query_of: Tensor) -> None:
         """Adds one block.
 
         logits: [K, m, v], the gradient of the logits, in head's dtype.
         hidden, normed: [K, m, H], lm_head's input before and after the norm.
+        query_of: [K, m]; no other block has the same query at the same step.
         """
         logits, flat = logits.flatten(0, 1), normed.detach().flatten(0, 1)
         self.kernel.accumulate(self.head, logits, flat)
@@ -159,8 +163,9 @@ class _Gradients:
             gradient, *norm = torch.autograd.grad(normed, (hidden, *self.norm_weights), gradient)
             for whole, part in zip(self.norm, norm, strict=True):
                 whole += part
+        slots = query_of % len(self.outputs[0])  # -1 is the last row
         for whole, at, part in zip(self.outputs, slots, gradient, strict=True):
-            whole.index_add_(0, at, part)  # a slot without a query refers to row 0, with a zero gradient
+            whole.index_copy_(0, at, part)
 
 
 class _Distill(torch.autograd.Function):
@@ -183,51 +188,51 @@ class _Distill(torch.autograd.Function):
         outputs = outputs_and_norm[: len(weights)]
         exact = torch.promote_types(head.dtype, torch.float32)
         best = query_of.new_empty(query_of.shape)  # draft id of the largest logit
-        sums = torch.zeros(2, len(weights), dtype=torch.float64, device=head.device)
+        terms = torch.empty(2, *query_of.shape, dtype=exact, device=head.device)  # cross-entropies, acceptance rates
         gradients = _Gradients(outputs, head, norm, kernel) if any(ctx.needs_input_grad) else None
         supervised = query_of >= 0
-        counted = supervised & (teacher.best >= 0)
+        counted, slots = supervised & (teacher.best >= 0), query_of.clamp(min=0)
+        weights_of_steps = send(torch.tensor(weights, dtype=torch.float64).t(), head.device)  # [2, K]
+        factors = weights_of_steps.to(exact)[..., None] * counted
+        overlaps = any(overlap for _, overlap in weights)
         for start in range(0, len(teacher.best), rows):
             block = slice(start, start + rows)
-            slots = query_of[:, block].clamp(min=0)
-            hidden = torch.stack([output.index_select(0, at) for output, at in zip(outputs, slots, strict=True)])
+            hidden = head.new_empty(*slots[:, block].shape, head.shape[1])
+            for output, at, selected in zip(outputs, slots[:, block], hidden, strict=True):
+                torch.index_select(output, 0, at, out=selected)
             with torch.set_grad_enabled(gradients is not None):
                 normed = hidden if norm is None else norm(hidden.requires_grad_(gradients is not None))
-            logits = kernel.product(normed.detach().flatten(0, 1), head).unflatten(0, slots.shape)
+            logits = kernel.product(normed.detach().flatten(0, 1), head).unflatten(0, hidden.shape[:2])
             lse = teacher.logsumexp[block].to(exact)
             softmaxes = kernel.softmaxes(Logits(logits, teacher.logits(block, exact, kernel), lse), group)
             del logits
-            best[:, block] = softmaxes.best
-            weight = counted[:, block]
-            overlap, d_logits = softmaxes.finish(weight, weights if gradients is not None else None, head.dtype)
-            for total, rows_of in zip(sums, (softmaxes.cross_entropy, overlap), strict=True):
-                total += torch.where(weight, rows_of, 0).sum(1, dtype=torch.float64)
+            best[:, block], terms[0, :, block] = softmaxes.best, softmaxes.cross_entropy
+            of_block = None if gradients is None else factors[..., block]
+            terms[1, :, block], d_logits = softmaxes.finish(of_block, overlaps, head.dtype)
             if gradients is not None:
-                gradients.add(d_logits, hidden, normed, head, slots)
+                gradients.add(d_logits, hidden, normed, head, query_of[:, block])
             del softmaxes, d_logits, hidden, normed  # free them before the next block allocates its own
+        sums = torch.where(counted, terms, 0).sum(-1, dtype=torch.float64)
         if group.size() > 1 and len(teacher.best):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)
             for partial in (sums, *([] if gradients is None else [*gradients.outputs, *gradients.norm])):
                 dist.all_reduce(partial, group=group)
         correct = supervised & (best == teacher.best)
         cross_entropy, overlap = sums
-        surrogate = (sums * send(torch.tensor(weights, dtype=torch.float64).t(), head.device)).sum()
+        surrogate = (sums * weights_of_steps).sum()
         if gradients is not None:
             norm_gradients = [g.to(w.dtype) for g, w in zip(gradients.norm, gradients.norm_weights, strict=True)]
-            ctx.save_for_backward(gradients.head.to(head.dtype), *gradients.outputs, *norm_gradients)
+            of_outputs = (whole[:-1] for whole in gradients.outputs)
+            ctx.save_for_backward(gradients.head.to(head.dtype), *of_outputs, *norm_gradients)
         ctx.mark_non_differentiable(cross_entropy, overlap, correct)
         return surrogate.to(exact), cross_entropy, overlap, correct
 
     @staticmethod
     def backward(ctx, grad, *_):
         # In place, to avoid a second copy. A second backward finds the tensors modified, which autograd refuses.
-        head, *others = (gradient.mul_(grad.to(gradient.dtype)) for gradient in ctx.saved_tensors)
+        head, *others = gradients = ctx.saved_tensors
+        torch._foreach_mul_(gradients, grad.to(head.dtype))
         return None, None, None, None, head, None, None, *others
-
-
-def usual_loss_kernel(device: torch.device, dtype: torch.dtype) -> LossKernel:
-    """The kernel that is used unless another was chosen: on CUDA the fused one, except in fp64."""
-    return loss_candidates(device, dtype)[0]
 
 
 def loss_candidates(device: torch.device, dtype: torch.dtype) -> list[LossKernel]:

@@ -2,8 +2,8 @@
 
 The softmaxes read the logits twice (three times if the loss weighs the acceptance rate), where torch's operators pass
 over them about thirty times. A Triton kernel's program takes one teacher row and all K steps at once, so that the
-teacher's logits are read once for all of them, and goes through the columns in blocks. Each kernel is an operator of
-torch, with a fake implementation for tracing and a declared cost.
+teacher's logits are read once for all of them, and goes through the columns in blocks. Its threads meet only after the
+last block. Each kernel is an operator of torch, with a declared cost.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle3.attention.shared import add_product, wide_product
-from eagle3.objective.softmaxes import Logits, LossKernel, share_peaks
-from eagle3.transfer import send
+from eagle3.objective.softmaxes import CUDA_TEACHER_ROWS, Logits, LossKernel, share_peaks
+from eagle3.operators import launch, operator
 
-# Columns of one block: 8 steps of 512 in fp32 take 32 registers of each of 128 threads. On an H100 that leaves room for
-# three programs or more on a multiprocessor, so that some load while others compute. Not timed on a GPU.
-COLUMNS, WARPS = 512, 4
+# Columns of one block, how many of them a thread takes together, and warps. Of those that were timed on an H200 these
+# are the fastest: kernels reach 75% to 98% of the rate of copies.
+COLUMNS, TOGETHER, WARPS = 512, 4, 4
+# In place of a column beyond the end, and of the largest logit before the first: below every logit, but finite, so that
+# differences are numbers. The exponential of what is beyond the end is 0 even beside the latter.
+BEYOND, LOWEST = tl.constexpr(-1e38), tl.constexpr(-1e30)
 
 
 class Traffic(NamedTuple):
@@ -35,157 +38,155 @@ class Traffic(NamedTuple):
 
 @triton.jit
 def _tile(draft, teacher, steps, rows, columns, row, start, STEPS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Logits of all steps [STEPS, COLUMNS] and of the teacher [COLUMNS] in one block of a row; -inf beyond the end."""
+    """Logits of all steps [STEPS, COLUMNS] and of the teacher [COLUMNS] in one block of a row."""
     k, at = tl.arange(0, STEPS), start + tl.arange(0, COLUMNS)
     inside = at < columns
-    place = (k[:, None].to(tl.int64) * rows + row) * columns + at[None, :]
-    x = tl.load(draft + place, mask=(k < steps)[:, None] & inside[None, :], other=-float("inf"))
-    z = tl.load(teacher + row.to(tl.int64) * columns + at, mask=inside, other=-float("inf"))
+    place = (k.to(tl.int64) * rows + row)[:, None] * columns + at[None, :]
+    x = tl.load(draft + place, mask=(k < steps)[:, None] & inside[None, :], other=BEYOND)
+    z = tl.load(teacher + row.to(tl.int64) * columns + at, mask=inside, other=BEYOND)
     return x, z, at, place
 
 
 @triton.jit
 def _statistics_kernel(
-    draft, teacher, top_out, best_out, total_out, product_out, z_top_out, z_total_out,
-    steps, rows, columns, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
+    draft, teacher, tops_out, totals_out, product_out, best_out,
+    steps, rows, columns, STEPS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Of each row: the largest logit x and its first column, sum exp(x - top), sum exp(z - z_top) (x - top), and the
-    teacher's largest logit z_top and sum exp(z - z_top); in one pass, rescaled whenever a maximum rises."""
+    """Of each row: the largest logit x and its first column, sum exp(x - top), sum exp(z - z_top) (x - top), and, after
+    all steps, the teacher's largest logit z_top and sum exp(z - z_top); in one pass.
+
+    Each thread has statistics of its own columns, which it rescales whenever their maximum rises; they come together at
+    the end."""
     row = tl.program_id(0)
-    k = tl.arange(0, STEPS)
-    top, total = tl.full((STEPS,), -float("inf"), tl.float32), tl.zeros((STEPS,), tl.float32)
-    product, best = tl.zeros((STEPS,), tl.float32), tl.zeros((STEPS,), tl.int64)
-    z_top, z_total = -float("inf"), 0.0
+    SETS: tl.constexpr = COLUMNS // TOGETHER
+    tops, z_top = tl.full((STEPS, SETS), LOWEST, tl.float32), tl.full((SETS,), LOWEST, tl.float32)
+    totals, z_total = tl.zeros((STEPS, SETS), tl.float32), tl.zeros((SETS,), tl.float32)
+    products, bests = tl.zeros((STEPS, SETS), tl.float32), tl.zeros((STEPS, SETS), tl.int32)
     for start in range(0, columns, COLUMNS):
         x, z, at, _ = _tile(draft, teacher, steps, rows, columns, row, start, STEPS, COLUMNS)
-        x = tl.where((k < steps)[:, None], x, 0.0)
-        block_top = tl.max(x, 1)
-        block_best = tl.min(tl.where(x == block_top[:, None], at[None, :], columns), 1)
-        best = tl.where(block_top > top, block_best.to(tl.int64), best)
-        higher, z_higher = tl.maximum(top, block_top), tl.maximum(z_top, tl.max(z, 0))
-        inside = at < columns
-        shifted = tl.where(inside[None, :], x - higher[:, None], 0.0)
-        q = tl.where(inside, tl.exp(z - z_higher), 0.0)
-        z_scale = tl.exp(z_top - z_higher)
-        rise = tl.where(top == -float("inf"), 0.0, top - higher)
-        product = z_scale * (product + rise * z_total) + tl.sum(q[None, :] * shifted, 1)
-        total = total * tl.exp(top - higher) + tl.sum(tl.where(inside[None, :], tl.exp(shifted), 0.0), 1)
-        z_total = z_total * z_scale + tl.sum(q, 0)
-        top, z_top = higher, z_higher
-    place, real = k.to(tl.int64) * rows + row, k < steps
-    tl.store(top_out + place, top, mask=real)
-    tl.store(best_out + place, best, mask=real)
-    tl.store(total_out + place, total, mask=real)
-    tl.store(product_out + place, product, mask=real)
-    tl.store(z_top_out + row, z_top)
-    tl.store(z_total_out + row, z_total)
+        x, z = tl.reshape(x, (STEPS, SETS, TOGETHER)), tl.reshape(z, (SETS, TOGETHER))
+        highest = tl.max(x, 2)
+        first = tl.min(tl.where(x == highest[:, :, None], tl.reshape(at, (1, SETS, TOGETHER)), columns), 2)
+        bests = tl.where(highest > tops, first, bests)
+        higher, z_higher = tl.maximum(tops, highest), tl.maximum(z_top, tl.max(z, 1))
+        x, q, z_scale = x - higher[:, :, None], tl.exp(z - z_higher[:, None]), tl.exp(z_top - z_higher)
+        products = z_scale[None] * (products + (tops - higher) * z_total[None]) + tl.sum(q[None] * x, 2)
+        totals = totals * tl.exp(tops - higher) + tl.sum(tl.exp(x), 2)
+        z_total = z_total * z_scale + tl.sum(q, 1)
+        tops, z_top = higher, z_higher
+    top, z_highest = tl.max(tops, 1), tl.max(z_top, 0)
+    rise, z_scale = tops - top[:, None], tl.exp(z_top - z_highest)
+    best = tl.min(tl.where(rise == 0.0, bests, columns), 1)
+    k = tl.arange(0, STEPS)
+    place, real, last = k.to(tl.int64) * rows + row, k < steps, tl.cast(steps, tl.int64) * rows + row
+    tl.store(tops_out + place, top, mask=real)
+    tl.store(totals_out + place, tl.sum(totals * tl.exp(rise), 1), mask=real)
+    tl.store(product_out + place, tl.sum(z_scale[None] * (products + rise * z_total[None]), 1), mask=real)
+    tl.store(best_out + place, best.to(tl.int64), mask=real)
+    tl.store(tops_out + last, z_highest)
+    tl.store(totals_out + last, tl.sum(z_total * z_scale, 0))
 
 
 @triton.jit
 def _normalisers(peaks, totals, teacher_lse, steps, rows, row, STEPS: tl.constexpr):
-    """A row's places in [K, m] and which are real; maxima and sums of its draft logits and the teacher's, and z_lse."""
+    """A row's places in [K, m] and which are real; what its logits are shifted by and their exponentials multiplied by,
+    of the draft, and of the teacher for q and for f."""
     k = tl.arange(0, STEPS)
     place, real = k.to(tl.int64) * rows + row, k < steps
     last = tl.cast(steps, tl.int64) * rows + row  # a 1 comes as a constant, which has no methods
-    peak, total = tl.load(peaks + place, mask=real, other=0.0), tl.load(totals + place, mask=real, other=1.0)
-    return place, real, peak, total, tl.load(peaks + last), tl.load(totals + last), tl.load(teacher_lse + row)
+    peak, scale = tl.load(peaks + place, mask=real, other=0.0), 1 / tl.load(totals + place, mask=real, other=1.0)
+    z_peak = tl.load(peaks + last)
+    q_scale, f_scale = 1 / tl.load(totals + last), tl.exp(z_peak - tl.load(teacher_lse + row))
+    return place, real, peak, scale, z_peak, q_scale, f_scale
 
 
 @triton.jit
-def _shares(x, z, peak, total, z_peak, z_total, z_lse):
-    """p, q and f of one block."""
-    p = tl.exp(x - peak[:, None]) / total[:, None]
-    return p, tl.exp(z - z_peak) / z_total, tl.exp(z - z_lse)
+def _together(x, STEPS: tl.constexpr, TOGETHER: tl.constexpr):
+    """Sums [STEPS, sets] of columns that a thread keeps together."""
+    return tl.sum(tl.reshape(x, (STEPS, x.shape[1] // TOGETHER, TOGETHER)), 2)
 
 
 @triton.jit
 def _overlap_kernel(
     draft, teacher, peaks, totals, teacher_lse, overlap_out, below_out,
-    steps, rows, columns, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
+    steps, rows, columns, STEPS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Of each row: sum min(f, p), and sum p where p < f."""
     row = tl.program_id(0)
-    place, real, peak, total, z_peak, z_total, z_lse = _normalisers(peaks, totals, teacher_lse, steps, rows, row, STEPS)
-    overlap, below = tl.zeros((STEPS,), tl.float32), tl.zeros((STEPS,), tl.float32)
+    place, real, peak, scale, z_peak, q_scale, f_scale = _normalisers(
+        peaks, totals, teacher_lse, steps, rows, row, STEPS
+    )
+    overlap = tl.zeros((STEPS, COLUMNS // TOGETHER), tl.float32)
+    below = tl.zeros((STEPS, COLUMNS // TOGETHER), tl.float32)
     for start in range(0, columns, COLUMNS):
         x, z, _, _ = _tile(draft, teacher, steps, rows, columns, row, start, STEPS, COLUMNS)
-        p, _, f = _shares(x, z, peak, total, z_peak, z_total, z_lse)
-        overlap += tl.sum(tl.minimum(p, f[None, :]), 1)
-        below += tl.sum(tl.where(p < f[None, :], p, 0.0), 1)
-    tl.store(overlap_out + place, overlap, mask=real)
-    tl.store(below_out + place, below, mask=real)
+        p, f = tl.exp(x - peak[:, None]) * scale[:, None], (tl.exp(z - z_peak) * f_scale)[None, :]
+        overlap += _together(tl.minimum(p, f), STEPS, TOGETHER)
+        below += _together(tl.where(p < f, p, 0.0), STEPS, TOGETHER)
+    tl.store(overlap_out + place, tl.sum(overlap, 1), mask=real)
+    tl.store(below_out + place, tl.sum(below, 1), mask=real)
 
 
 @triton.jit
 def _gradient_kernel(
     draft, teacher, peaks, totals, teacher_lse, factors, below, gradient_out, overlap_out,
-    steps, rows, columns, STEPS: tl.constexpr, COLUMNS: tl.constexpr,
+    steps, rows, columns, STEPS: tl.constexpr, COLUMNS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """The gradient of each row's logits, a (p - q) + b p ([p < f] - below), and sum min(f, p) once more.
 
-    factors: [2, K, m], a and b of each row; both 0 where it is not counted.
+    factors: [2, K, m], a and b of each row. below: None: every b is 0.
     """
     row = tl.program_id(0)
-    place, real, peak, total, z_peak, z_total, z_lse = _normalisers(peaks, totals, teacher_lse, steps, rows, row, STEPS)
+    place, real, peak, scale, z_peak, q_scale, f_scale = _normalisers(
+        peaks, totals, teacher_lse, steps, rows, row, STEPS
+    )
     a = tl.load(factors + place, mask=real, other=0.0)
-    b = tl.load(factors + tl.cast(steps, tl.int64) * rows + place, mask=real, other=0.0)
-    threshold = tl.load(below + place, mask=real, other=0.0)
-    overlap = tl.zeros((STEPS,), tl.float32)
+    if below is not None:
+        b = tl.load(factors + tl.cast(steps, tl.int64) * rows + place, mask=real, other=0.0)
+        threshold = tl.load(below + place, mask=real, other=0.0)
+    overlap = tl.zeros((STEPS, COLUMNS // TOGETHER), tl.float32)
     for start in range(0, columns, COLUMNS):
         x, z, at, target = _tile(draft, teacher, steps, rows, columns, row, start, STEPS, COLUMNS)
-        p, q, f = _shares(x, z, peak, total, z_peak, z_total, z_lse)
-        overlap += tl.sum(tl.minimum(p, f[None, :]), 1)
-        grad = a[:, None] * (p - q[None, :]) + b[:, None] * p * (
-            tl.where(p < f[None, :], 1.0, 0.0) - threshold[:, None]
-        )
-        grad = tl.where((a == 0.0)[:, None] & (b == 0.0)[:, None], 0.0, grad)
+        p, z = tl.exp(x - peak[:, None]) * scale[:, None], tl.exp(z - z_peak)
+        f = (z * f_scale)[None, :]
+        overlap += _together(tl.minimum(p, f), STEPS, TOGETHER)
+        grad = a[:, None] * (p - (z * q_scale)[None, :])
+        if below is not None:
+            grad += b[:, None] * p * (tl.where(p < f, 1.0, 0.0) - threshold[:, None])
         tl.store(
             gradient_out + target, grad.to(gradient_out.dtype.element_ty), mask=real[:, None] & (at < columns)[None, :]
         )
-    tl.store(overlap_out + place, overlap, mask=real)
+    tl.store(overlap_out + place, tl.sum(overlap, 1), mask=real)
 
 
-def _launch(kernel: Callable, draft: Tensor, *arguments: Tensor) -> None:
+def _launch(kernel: Callable, draft: Tensor, *arguments: Tensor | None) -> None:
     steps, rows, columns = draft.shape
-    if rows:
-        kernel[(rows,)](
-            draft, *arguments, steps, rows, columns,
-            STEPS=triton.next_power_of_2(steps), COLUMNS=min(COLUMNS, triton.next_power_of_2(columns)), num_warps=WARPS,
-        )  # fmt: skip
+    sizes = {"STEPS": triton.next_power_of_2(steps), "COLUMNS": COLUMNS, "TOGETHER": TOGETHER}
+    launch(kernel, (rows,), draft, *arguments, steps, rows, columns, **sizes, num_warps=WARPS)
 
 
-@torch.library.custom_op("eagle3::loss_statistics", mutates_args=())
-def loss_statistics(draft: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """top, best, total, product [K, m], z_top, z_total [m] (see the kernel) of fp32 logits [K, m, v] and [m, v]."""
-    results = _empty_statistics(draft, teacher)
-    _launch(_statistics_kernel, draft, teacher, *results)
-    return results
+@operator
+def loss_statistics(draft: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tops and totals [K + 1, m], the teacher's last, product and best [K, m] (see the kernel) of fp32 logits [K, m, v]
+    and [m, v]."""
+    steps, rows, _ = draft.shape
+    tops, totals, product = (draft.new_empty(count, rows) for count in (steps + 1, steps + 1, steps))
+    best = draft.new_empty(steps, rows, dtype=torch.int64)
+    _launch(_statistics_kernel, draft, teacher, tops, totals, product, best)
+    return tops, totals, product, best
 
 
-@loss_statistics.register_fake
-def _empty_statistics(draft: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    shape = draft.shape[:2]
-    top, total, product = (draft.new_empty(shape) for _ in range(3))
-    best = draft.new_empty(shape, dtype=torch.int64)
-    return top, best, total, product, *(teacher.new_empty(teacher.shape[:1]) for _ in range(2))
-
-
-@torch.library.custom_op("eagle3::loss_overlap", mutates_args=())
+@operator
 def loss_overlap(
     draft: Tensor, teacher: Tensor, peaks: Tensor, totals: Tensor, teacher_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """sum min(f, p) and sum p where p < f, each [K, m]. peaks, totals: [K + 1, m], the teacher's last."""
-    results = _empty_overlap(draft, teacher, peaks, totals, teacher_lse)
-    _launch(_overlap_kernel, draft, teacher, peaks, totals, teacher_lse, *results)
-    return results
+    overlap, below = draft.new_empty(draft.shape[:2]), draft.new_empty(draft.shape[:2])
+    _launch(_overlap_kernel, draft, teacher, peaks, totals, teacher_lse, overlap, below)
+    return overlap, below
 
 
-@loss_overlap.register_fake
-def _empty_overlap(draft: Tensor, teacher: Tensor, peaks, totals, teacher_lse) -> tuple[Tensor, Tensor]:
-    return draft.new_empty(draft.shape[:2]), draft.new_empty(draft.shape[:2])
-
-
-@torch.library.custom_op("eagle3::loss_gradient", mutates_args=())
+@operator
 def loss_gradient(
     draft: Tensor,
     teacher: Tensor,
@@ -193,18 +194,13 @@ def loss_gradient(
     totals: Tensor,
     teacher_lse: Tensor,
     factors: Tensor,
-    below: Tensor,
+    below: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of the logits [K, m, v] in `dtype`, and sum min(f, p) [K, m] (`_gradient_kernel`)."""
-    results = _empty_gradient(draft, teacher, peaks, totals, teacher_lse, factors, below, dtype)
-    _launch(_gradient_kernel, draft, teacher, peaks, totals, teacher_lse, factors, below, *results)
-    return results
-
-
-@loss_gradient.register_fake
-def _empty_gradient(draft, teacher, peaks, totals, teacher_lse, factors, below, dtype) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(draft, dtype=dtype), draft.new_empty(draft.shape[:2])
+    gradient, overlap = torch.empty_like(draft, dtype=dtype), draft.new_empty(draft.shape[:2])
+    _launch(_gradient_kernel, draft, teacher, peaks, totals, teacher_lse, factors, below, gradient, overlap)
+    return gradient, overlap
 
 
 def traffic(operator: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Traffic:
@@ -221,32 +217,29 @@ class FusedSoftmaxes:
     def __init__(self, logits: Logits, group: dist.ProcessGroup) -> None:
         """Ranks share one MAX and one SUM all-reduce, as in PlainSoftmaxes."""
         self.logits, self.group = logits, group
-        top, best, total, product, z_top, z_total = loss_statistics(logits.draft, logits.teacher)
-        self.peaks, self.best = share_peaks(top, best, z_top, logits.draft.shape[-1], group)
-        shift = top - self.peaks[:-1]
-        z_scale = (z_top - self.peaks[-1]).exp()
-        # This rank's sums, relative to the maxima of all ranks.
-        z_part = z_total * z_scale
-        product = z_scale * (product + shift * z_total)
-        self.totals = torch.cat((total * shift.exp(), z_part[None]))
+        self.peaks, self.totals, product, self.best = loss_statistics(logits.draft, logits.teacher)
+        part = q_total = self.totals[-1]
         if group.size() > 1:
+            tops = self.peaks
+            self.peaks, self.best = share_peaks(tops, self.best, logits.draft.shape[-1], group)
+            # This rank's sums, relative to the maxima of all ranks.
+            rise = tops - self.peaks
+            scale = rise.exp()
+            product = scale[-1] * (product + rise[:-1] * q_total)
+            self.totals = self.totals * scale
+            part = self.totals[-1].clone()
             dist.all_reduce(self.totals, group=group)
-        q_total = self.totals[-1]
-        self.cross_entropy = self.totals[:-1].log() * (z_part / q_total) - product / q_total
+            q_total = self.totals[-1]
+        self.cross_entropy = self.totals[:-1].log() * (part / q_total) - product / q_total
 
-    def finish(
-        self, counted: Tensor, weights: Sequence[tuple[float, float]] | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
+    def finish(self, factors: Tensor | None, overlaps: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         arguments = *self.logits[:2], self.peaks, self.totals, self.logits.teacher_lse
-        if weights is None:
+        if factors is None:
             return loss_overlap(*arguments)[0], None
-        below = torch.zeros_like(self.cross_entropy)
-        if any(overlap for _, overlap in weights):
-            below = loss_overlap(*arguments)[1]
-            if self.group.size() > 1:
-                dist.all_reduce(below, group=self.group)
-        factors = send(torch.tensor(weights, dtype=below.dtype), below.device).t()[..., None]
-        gradient, overlap = loss_gradient(*arguments, (factors * counted).contiguous(), below, dtype)
+        below = loss_overlap(*arguments)[1] if overlaps else None
+        if overlaps and self.group.size() > 1:
+            dist.all_reduce(below, group=self.group)
+        gradient, overlap = loss_gradient(*arguments, factors.contiguous(), below, dtype)
         return overlap, gradient
 
 
@@ -254,4 +247,4 @@ def _product(rows: Tensor, columns: Tensor) -> Tensor:
     return wide_product(rows, columns.t())
 
 
-FUSED = LossKernel("fused", FusedSoftmaxes, _product, add_product)
+FUSED = LossKernel("fused", FusedSoftmaxes, _product, add_product, CUDA_TEACHER_ROWS)

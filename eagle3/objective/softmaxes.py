@@ -1,7 +1,7 @@
 """One block of the loss from its logits, in torch's operators: cross-entropies, best tokens, acceptance rates, and the
 gradient of the logits."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 from eagle3.attention.shared import add_product
 
+# Rows of teacher logits that a block holds for each of its rows, by the operators below, and by the kernels for CUDA.
+PLAIN_TEACHER_ROWS, CUDA_TEACHER_ROWS = 5, 1
 # Larger than every draft id, so that it loses when ranks take the minimum id of the largest logit.
 ELSEWHERE = torch.iinfo(torch.int64).max
 
@@ -30,26 +32,23 @@ class BlockSoftmaxes(Protocol):
     best: Tensor
     cross_entropy: Tensor  # [K, m]: this rank's terms of -sum q log p
 
-    def finish(
-        self, counted: Tensor, weights: Sequence[tuple[float, float]] | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns this rank's terms of the acceptance rate sum_v min(f, p) [K, m] and, given the weights of
-        cross-entropy and acceptance rate of each step, the gradient of the logits [K, m, v] in `dtype`, 0 in rows that
-        are not `counted` [K, m]. May be called once."""
+    def finish(self, factors: Tensor | None, overlaps: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Returns this rank's terms of the acceptance rate sum_v min(f, p) [K, m] and the gradient of the logits
+        [K, m, v] in `dtype`. May be called once.
+
+        factors: [2, K, m], of each row's cross-entropy and acceptance rate; None: without gradient.
+        overlaps: whether any of the latter is not 0.
+        """
 
 
-def share_peaks(
-    top: Tensor, best: Tensor, z_top: Tensor, columns: int, group: dist.ProcessGroup
-) -> tuple[Tensor, Tensor]:
-    """Maxima [K + 1, m] over all ranks' columns, the teacher's last, and `best` as draft ids.
+def share_peaks(tops: Tensor, best: Tensor, columns: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Maxima over all ranks' columns, and `best` as draft ids.
 
-    top, best: [K, m], this rank's largest logits and their columns. z_top: [m], of the teacher.
+    tops: [K + 1, m], this rank's largest logits, the teacher's last. best: [K, m], the columns of the draft's.
     """
-    peaks = torch.cat((top, z_top[None]))
-    if group.size() > 1:
-        dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
-        best = torch.where(top == peaks[:-1], best + group.rank() * columns, ELSEWHERE)
-    return peaks, best
+    peaks = tops.clone()
+    dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
+    return peaks, torch.where(tops[:-1] == peaks[:-1], best + group.rank() * columns, ELSEWHERE)
 
 
 class PlainSoftmaxes:
@@ -59,7 +58,10 @@ class PlainSoftmaxes:
         """Ranks share one MAX and one SUM all-reduce."""
         draft, z, self.group = logits.draft, logits.teacher, group
         self.full = torch.exp(z - logits.teacher_lse[:, None])
-        peaks, self.best = share_peaks(*draft.max(-1), z.amax(-1), draft.shape[-1], group)
+        top, self.best = draft.max(-1)
+        peaks = torch.cat((top, z.amax(-1)[None]))
+        if group.size() > 1:
+            peaks, self.best = share_peaks(peaks, self.best, draft.shape[-1], group)
         draft.sub_(peaks[:-1, :, None])
         self.q = z.sub_(peaks[-1, :, None]).exp_()
         products = torch.stack([torch.linalg.vecdot(self.q, step) for step in draft])
@@ -70,33 +72,30 @@ class PlainSoftmaxes:
         self.q.div_(q_total[:, None])
         self.cross_entropy = self.total.log() * self.q.sum(-1) - products / q_total
 
-    def finish(
-        self, counted: Tensor, weights: Sequence[tuple[float, float]] | None, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor | None]:
+    def finish(self, factors: Tensor | None, overlaps: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         steps = zip(self.exp, self.total, strict=True)
         overlap = torch.stack([(self.full * total[:, None]).clamp_(max=exp).sum(-1) / total for exp, total in steps])
-        if weights is not None:
-            self._differentiate(counted, weights)
-        return overlap, None if weights is None else self.exp.to(dtype)
+        if factors is not None:
+            self._differentiate(factors, overlaps)
+        return overlap, None if factors is None else self.exp.to(dtype)
 
-    def _differentiate(self, counted: Tensor, weights: Sequence[tuple[float, float]]) -> None:
+    def _differentiate(self, factors: Tensor, overlaps: bool) -> None:
         """Turns `exp` into the gradient of the draft's logits."""
-        overlapping = any(overlap for _, overlap in weights)
-        if overlapping:
+        if overlaps:
             steps = zip(self.exp, self.total, strict=True)
             below_sums = torch.stack(
                 [torch.where(exp < self.full * total[:, None], exp, 0).sum(-1) / total for exp, total in steps]
             )
             if self.group.size() > 1:
                 dist.all_reduce(below_sums, group=self.group)
-        for step, (p, (cross_entropy, overlap)) in enumerate(zip(self.exp, weights, strict=True)):
+        for step, p in enumerate(self.exp):
             p.div_(self.total[step, :, None])
-            factor = counted[step, :, None].to(p.dtype)
-            if overlapping:
-                term = p * ((p < self.full).to(p.dtype) - below_sums[step, :, None]) * overlap
-            p.sub_(self.q).mul_(factor * cross_entropy)
-            if overlapping:
-                p.add_(term.mul_(factor))
+            of_cross_entropy, of_overlap = factors[:, step, :, None]
+            if overlaps:
+                term = p * ((p < self.full).to(p.dtype) - below_sums[step, :, None])
+            p.sub_(self.q).mul_(of_cross_entropy)
+            if overlaps:
+                p.add_(term.mul_(of_overlap))
 
 
 class LossKernel(NamedTuple):
@@ -107,10 +106,11 @@ class LossKernel(NamedTuple):
     product: Callable[[Tensor, Tensor], Tensor]  # of rows [n, h] and columns [v, h]: [n, v], in fp32 or wider
     # Adds the product of [n, v] and [n, h] to the total [v, h], in fp32 or wider.
     accumulate: Callable[[Tensor, Tensor, Tensor], None]
+    teacher_rows: int
 
 
 def _product(rows: Tensor, columns: Tensor) -> Tensor:
     return (rows @ columns.t()).to(torch.promote_types(rows.dtype, torch.float32))
 
 
-PLAIN = LossKernel("plain", PlainSoftmaxes, _product, add_product)
+PLAIN = LossKernel("plain", PlainSoftmaxes, _product, add_product, PLAIN_TEACHER_ROWS)

@@ -13,6 +13,7 @@ from eagle3.attention.cuda import heads_at_once
 from eagle3.attention.schedule import BAND_ROWS, KEY_BLOCK, QUERY_BLOCK
 from eagle3.objective.distill import loss_row_bytes, loss_rows
 from eagle3.objective.recompute import chunk_token_bytes, chunk_tokens
+from eagle3.objective.softmaxes import CUDA_TEACHER_ROWS, PLAIN_TEACHER_ROWS
 from eagle3.planning.step import Planned, Share
 
 # Kind of data -> bytes, in one phase of a step.
@@ -145,8 +146,12 @@ class _Rank:
 
     def loss_rows(self) -> int:
         """Teacher rows in one block of the loss."""
+        return loss_rows(self.planned.memory.block_bytes, self.loss_row_bytes())
+
+    def loss_row_bytes(self) -> int:
         planned, hidden = self.planned, self.planned.draft.hidden_size
-        return loss_rows(planned.steps, planned.columns, hidden, planned.dtype, planned.memory.block_bytes)
+        teacher_rows = CUDA_TEACHER_ROWS if planned.device == "cuda" else PLAIN_TEACHER_ROWS
+        return loss_row_bytes(planned.steps, planned.columns, hidden, planned.dtype, teacher_rows)
 
     def activations(self, steps: int) -> int:
         """Tensors that the first `steps` steps have saved for their backward pass: own keys and values, and everything
@@ -181,15 +186,13 @@ class _Rank:
             self.planned.steps,
             self.planned.itemsize,
         )
-        row = loss_row_bytes(steps, planned.columns, width, planned.dtype)
-        product = size if size < planned.exact else 0  # the head's gradient of one block, before it is added
-        if planned.device == "cuda":  # kernels hold one teacher row, not five, and add products in place
-            row, product = row - 4 * planned.columns * planned.exact, 0
+        # the head's gradient of one block, before it is added, which CUDA does in place
+        product = size if size < planned.exact and planned.device != "cuda" else 0
         return Counter(
             {
                 "queries": self.activations(steps) + (1 + steps) * self.hidden,
                 "gradients": planned.columns * width * (planned.exact + product),
-                "loss block": min(self.loss_rows(), self.share.teacher) * row,
+                "loss block": min(self.loss_rows(), self.share.teacher) * self.loss_row_bytes(),
                 "indices": INDEX * steps * self.share.teacher,
             }
         )

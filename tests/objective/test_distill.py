@@ -142,9 +142,10 @@ def test_no_tensor_of_tokens_by_vocabulary_exists_forward_or_backward(topology):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("vocabulary", [100, 32_000, 151_936])
 def test_a_block_takes_as_many_rows_as_its_budget_holds_and_one_at_least(vocabulary, dtype):
-    rows, each = loss_rows(7, vocabulary, 64, dtype, 2**26), loss_row_bytes(7, vocabulary, 64, dtype)
+    each = loss_row_bytes(7, vocabulary, 64, dtype)
+    rows = loss_rows(2**26, each)
     assert rows * each <= 2**26 < (rows + 1) * each
-    assert loss_rows(7, vocabulary, 64, dtype, 1) == 1
+    assert loss_rows(1, each) == 1
 
 
 @every_weight

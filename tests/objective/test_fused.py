@@ -37,6 +37,11 @@ def block(steps: int, rows: int, columns: int, size: float, seed: int) -> Logits
     return Logits(draft, teacher, lse)
 
 
+def factors(counted, weights):
+    """[2, K, m]: each step's weights, 0 where a row is not counted."""
+    return torch.tensor(weights).t()[..., None] * counted
+
+
 def copied(logits: Logits) -> Logits:
     return Logits(*(tensor.clone() for tensor in logits))
 
@@ -63,7 +68,7 @@ def test_the_kernels_equal_the_definition_within_the_rounding_of_their_logits(
     weights = [tuple(0.8**step * weight for weight in WEIGHTS[loss]) for step in range(steps)]
     cross_entropy, overlap, gradient = definition(logits, counted, weights)
     softmaxes = fused.FusedSoftmaxes(logits, topology.alone)
-    actual_overlap, actual_gradient = softmaxes.finish(counted, weights, torch.float32)
+    actual_overlap, actual_gradient = softmaxes.finish(factors(counted, weights), loss == "acceptance", torch.float32)
     # A logit of size x is only known to x eps, and so is the exponential of its difference from the peak.
     tolerance = 4 * EPS * float(logits.draft.abs().max() + 8)
     assert torch.equal(softmaxes.best, logits.draft.argmax(-1))
@@ -77,9 +82,9 @@ def test_the_kernels_equal_the_definition_within_the_rounding_of_their_logits(
 
 
 def test_without_gradients_the_acceptance_rate_is_the_same(topology):
-    logits, counted = block(3, 4, 50, 3.0, 1), torch.ones(3, 4, dtype=torch.bool)
-    plain = PlainSoftmaxes(copied(logits), topology.alone).finish(counted, None, torch.float32)
-    overlap, gradient = fused.FusedSoftmaxes(logits, topology.alone).finish(counted, None, torch.float32)
+    logits = block(3, 4, 50, 3.0, 1)
+    plain = PlainSoftmaxes(copied(logits), topology.alone).finish(None, False, torch.float32)
+    overlap, gradient = fused.FusedSoftmaxes(logits, topology.alone).finish(None, False, torch.float32)
     assert gradient is None and plain[1] is None and (overlap - plain[0]).abs().max() < 1e-6
 
 
@@ -90,8 +95,8 @@ def test_of_equal_logits_the_first_counts_and_a_gradient_in_half_precision_is_of
     counted, weights = torch.ones(2, 3, dtype=torch.bool), [(1.0, 0.0)] * 2
     softmaxes = fused.FusedSoftmaxes(logits, topology.alone)
     assert bool((softmaxes.best == 700).all())
-    exact = softmaxes.finish(counted, weights, torch.float32)[1]
-    half = softmaxes.finish(counted, weights, torch.bfloat16)[1]
+    exact = softmaxes.finish(factors(counted, weights), False, torch.float32)[1]
+    half = softmaxes.finish(factors(counted, weights), False, torch.bfloat16)[1]
     assert half.dtype == torch.bfloat16 and bool(((half - exact).abs() <= 2**-7 * exact.abs()).all())
 
 
@@ -99,20 +104,21 @@ def test_the_declared_traffic_is_every_tensor_read_and_written_once():
     inputs = block(3, 4, 100, 1.0, 3)[:2]
     statistics = fused.loss_statistics(*inputs)
     traffic = fused.traffic("loss_statistics", inputs, statistics)
-    assert traffic.read == (3 * 4 + 4) * 100 * 4 and traffic.written == 3 * 4 * (3 * 4 + 8) + 2 * 4 * 4
+    assert traffic.read == (3 * 4 + 4) * 100 * 4 and traffic.written == 3 * 4 * (4 + 8) + 2 * 4 * 4 * 4
 
 
-@pytest.mark.parametrize("name", ["loss_statistics", "loss_overlap", "loss_gradient"])
+@pytest.mark.parametrize("name", ["loss_statistics", "loss_overlap", "loss_gradient", "loss_gradient, with below"])
 def test_an_operator_has_the_shapes_that_its_fake_implementation_says(name):
     logits = block(3, 4, 100, 1.0, 4)
     rows = torch.ones(4, 4)
+    statistics = *logits[:2], rows, rows, logits.teacher_lse
     inputs = {
         "loss_statistics": logits[:2],
-        "loss_overlap": (*logits[:2], rows, rows, logits.teacher_lse),
-        "loss_gradient": (
-            *logits[:2], rows, rows, logits.teacher_lse, torch.ones(2, 3, 4), torch.zeros(3, 4), torch.bfloat16,
-        ),
-    }[name]  # fmt: skip
+        "loss_overlap": statistics,
+        "loss_gradient": (*statistics, torch.ones(2, 3, 4), None, torch.bfloat16),
+        "loss_gradient, with below": (*statistics, torch.ones(2, 3, 4), torch.zeros(3, 4), torch.bfloat16),
+    }[name]
+    name = name.partition(",")[0]
     torch.library.opcheck(getattr(fused, name), inputs, test_utils=("test_schema", "test_faketensor"))
 
 

@@ -24,12 +24,16 @@ PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
 
 def compiled(kernel, tensors: dict[str, object], constants: dict[str, int], warps: int) -> dict[str, int]:
-    """tensors: Triton's names of the formats of arguments that are not integers; those left out are in bf16."""
+    """tensors: Triton's names of the formats of arguments that are not integers; those left out are in bf16. They, and
+    rows of a usual vocabulary, are aligned to 16 bytes."""
 
     def kind(name: str):
         return "constexpr" if name in constants else "i32" if name in INTEGERS else tensors.get(name, "*bf16")
 
-    source = ASTSource(kernel, {name: kind(name) for name in kernel.arg_names}, constexprs=constants)
+    kinds = {name: kind(name) for name in kernel.arg_names}
+    aligned = [i for i, name in enumerate(kinds) if kinds[name][0] == "*" or name == "columns"]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(kernel, kinds, constexprs=constants, attrs=attributes)
     binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     with tempfile.TemporaryDirectory() as folder:
         ptx = Path(folder, "kernel.ptx")
@@ -47,11 +51,13 @@ def compiled(kernel, tensors: dict[str, object], constants: dict[str, int], warp
 def of_the_loss() -> Iterator[tuple[str, dict[str, int]]]:
     for kernel in (fused._statistics_kernel, fused._overlap_kernel, fused._gradient_kernel):
         tensors = dict.fromkeys(kernel.arg_names, "*fp32") | {"best_out": "*i64"}
-        for gradient in ("bf16", "fp32") if kernel is fused._gradient_kernel else ("fp32",):
+        for below in ("*fp32", "constexpr") if kernel is fused._gradient_kernel else ("*fp32",):
             for steps in (1, 8):  # K, rounded up to a power of 2
-                constants = {"STEPS": steps, "COLUMNS": fused.COLUMNS}
-                result = compiled(kernel, tensors | {"gradient_out": f"*{gradient}"}, constants, fused.WARPS)
-                yield f"{kernel.__name__} {gradient}, {steps} steps", result
+                constants = {"STEPS": steps, "COLUMNS": fused.COLUMNS, "TOGETHER": fused.TOGETHER}
+                constants |= {"below": None} if below == "constexpr" else {}
+                result = compiled(kernel, tensors | {"gradient_out": "*bf16"}, constants, fused.WARPS)
+                without = ", no below" if below == "constexpr" else ""
+                yield f"{kernel.__name__}{without}, {steps} steps", result
 
 
 def of_own_keys() -> Iterator[tuple[str, dict[str, int]]]:
