@@ -118,18 +118,14 @@ def _halves(own: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
     return tuple(own[: len(own) // 2]), tuple(own[len(own) // 2 :])
 
 
-def _fused(prefix: BlockOutput, q: Tensor, own: Sequence[Tensor], scale: float) -> BlockOutput:
-    return BlockOutput(*own_keys(*_contiguous(*prefix, q), _contiguous(*own), scale))
-
-
-def _fused_backward(
-    grad: Tensor, output: BlockOutput, q: Tensor, own: Sequence[Tensor], scale: float
-) -> tuple[Tensor, ...]:
-    return tuple(own_keys_backward(*_contiguous(grad, *output, q), _contiguous(*own), scale))
-
-
 def _contiguous(*tensors: Tensor) -> list[Tensor]:
     return [tensor.contiguous() for tensor in tensors]
 
 
-FUSED_OWN = OwnKernel("fused", _fused, _fused_backward)
+FUSED_OWN = OwnKernel(
+    "fused",
+    lambda prefix, q, own, scale: BlockOutput(*own_keys(*_contiguous(*prefix, q), _contiguous(*own), scale)),
+    lambda grad, output, q, own, scale: tuple(
+        own_keys_backward(*_contiguous(grad, *output, q), _contiguous(*own), scale)
+    ),
+)

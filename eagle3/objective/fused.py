@@ -3,11 +3,10 @@
 The softmaxes read the logits twice (three times if the loss weighs the acceptance rate), where torch's operators pass
 over them about thirty times. A Triton kernel's program takes one teacher row and all K steps at once, so that the
 teacher's logits are read once for all of them, and goes through the columns in blocks. Its threads meet only after the
-last block. Each kernel is an operator of torch, with a declared cost.
+last block. Each kernel is an operator of torch.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -25,15 +24,6 @@ COLUMNS, TOGETHER, WARPS = 512, 4, 4
 # In place of a column beyond the end, and of the largest logit before the first: below every logit, but finite, so that
 # differences are numbers. The exponential of what is beyond the end is 0 even beside the latter.
 BEYOND, LOWEST = tl.constexpr(-1e38), tl.constexpr(-1e30)
-
-
-class Traffic(NamedTuple):
-    """What one call of an operator costs on a GPU."""
-
-    launches: int
-    flops: float
-    read: int  # bytes of device memory
-    written: int
 
 
 @triton.jit
@@ -203,14 +193,6 @@ def loss_gradient(
     return gradient, overlap
 
 
-def traffic(operator: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Traffic:
-    """What a call of one of these operators costs: it reads its inputs and writes its outputs once. An exponential
-    counts as one FLOP. Raises KeyError for any other operator."""
-    each = {"loss_statistics": 9, "loss_overlap": 8, "loss_gradient": 14}[operator]
-    sizes = (sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in (inputs, outputs))
-    return Traffic(1, float(each * inputs[0].numel()), *sizes)
-
-
 class FusedSoftmaxes:
     """BlockSoftmaxes for fp32 logits on CUDA."""
 
@@ -243,8 +225,6 @@ class FusedSoftmaxes:
         return overlap, gradient
 
 
-def _product(rows: Tensor, columns: Tensor) -> Tensor:
-    return wide_product(rows, columns.t())
-
-
-FUSED = LossKernel("fused", FusedSoftmaxes, _product, add_product, CUDA_TEACHER_ROWS)
+FUSED = LossKernel(
+    "fused", FusedSoftmaxes, lambda rows, columns: wide_product(rows, columns.t()), add_product, CUDA_TEACHER_ROWS
+)
