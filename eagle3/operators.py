@@ -8,10 +8,11 @@ from torch._subclasses import FakeTensor
 
 
 def operator(function: Callable, fake: Callable | None = None) -> torch._ops.OpOverload:
-    """Makes a function torch's operator `eagle3::NAME`. It may not change its arguments or return one of them, and has
-    no gradient. fake: what it does with tensors without data, if that is something else.
+    """Makes a function torch's operator `eagle3::NAME`. It may not change its arguments or return one of them, and is
+    called where autograd is off: a backward pass through it only warns. fake: what it does with tensors without data,
+    if that is something else.
 
-    torch.library.custom_op checks all this in each call, which takes the host longer than most of these functions.
+    torch.library.custom_op checks all this in each call, which costs the host more time than most of these functions.
     """
     name = f"eagle3::{function.__name__}"
     torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))

@@ -26,6 +26,8 @@ FLASH4_CAPABILITY = 9, 0  # Hopper
 # head.
 BACKWARD_BYTES = 2**29
 
+_like = partial(torch.empty_like, memory_format=torch.contiguous_format)
+
 
 def has_flash4(device: torch.device) -> bool:
     """Whether FlashAttention 4 is installed and computes both passes on this GPU."""
@@ -34,11 +36,7 @@ def has_flash4(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= FLASH4_CAPABILITY
 
 
-def _empty_flash4(q: Tensor, k, v, scale, causal, left, right) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[1::-1], dtype=torch.float32)
-
-
-@partial(operator, fake=_empty_flash4)
+@partial(operator, fake=lambda q, *_: (_like(q), q.new_empty(q.shape[1::-1], dtype=torch.float32)))
 def flash4(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, left: int | None, right: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -53,11 +51,7 @@ def flash4(
     return out[0], lse[0]
 
 
-def _empty_flash4_gradients(grad, q, k, v, out, lse, scale, causal, left, right) -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
-@partial(operator, fake=_empty_flash4_gradients)
+@partial(operator, fake=lambda grad, q, k, v, *_: tuple(map(_like, (q, k, v))))
 def flash4_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, causal: bool,
     left: int | None, right: int | None,

@@ -84,8 +84,8 @@ class SharedWeight:
         return _Product.apply(x, self.weight, None, slice(None), self.gradient, False)
 
     def wide_product(self, x: Tensor, rows: slice, added: Tensor | None = None) -> Tensor:
-        """x [tokens, in] times these rows of the weight, [tokens, rows] in fp32 or wider. added: a tensor like that to
-        which it is added, in place and not rounded before."""
+        """x [tokens, in] times these rows of the weight, [tokens, rows] in fp32 or wider. added: of that shape and
+        dtype; the product is added to it in place, not rounded before."""
         return _Product.apply(x, self.weight, added, rows, self.gradient, True)
 
 

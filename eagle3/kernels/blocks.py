@@ -23,11 +23,8 @@ def prove_blocks(
         for case in cases:
             yield from case.compare(kernel, device, demand.dtype)
 
-    def call(kernel: Kernel) -> None:
-        inputs.run(kernel)
-
     inputs = _BlockInputs.random(kind, demand, device) if timed else None
-    return [judge(kernel, compare, call if timed else None, device) for kernel in kernels]
+    return [judge(kernel, compare, inputs.run if inputs else None, device) for kernel in kernels]
 
 
 def _shapes(kind: str, demand: Demand) -> list[tuple[int, int]]:

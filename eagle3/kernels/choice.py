@@ -4,6 +4,7 @@ fastest right one is used. On a CPU the choice is fixed."""
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,12 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from eagle3 import operators
 from eagle3.attention import block, cuda, plain, shared
 from eagle3.attention.block import BlockKernels, block_candidates, own_candidates
 from eagle3.console import Console
 from eagle3.draft import pointwise, rope
 from eagle3.draft.pointwise import pointwise_candidates
-from eagle3.durable import file_digest, write_text
+from eagle3.durable import Lock, file_digest, lock, write_text
 from eagle3.errors import SharedUserError
 from eagle3.kernels import blocks, loss, proof
 from eagle3.kernels import own as own_proof
@@ -38,7 +40,20 @@ OWN, POINTWISE, LOSS = "own", "pointwise", "loss"
 OTHERS = (OWN, POINTWISE, LOSS)
 OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
 MODULES = (
-    *(block, cuda, plain, shared, pointwise, rope, distill, softmaxes, proof, blocks, own_proof, pointwise_proof, loss),
+    block,
+    cuda,
+    plain,
+    shared,
+    operators,
+    pointwise,
+    rope,
+    distill,
+    softmaxes,
+    proof,
+    blocks,
+    own_proof,
+    pointwise_proof,
+    loss,
 )
 # The import of the last three needs Triton.
 SOURCES = [
@@ -50,6 +65,7 @@ SOURCES = [
 DRIVER = Path("/proc/driver/nvidia/version")
 SETTINGS = ("NVIDIA_TF32", "CUBLAS", "TORCH_BLAS", "FLASH_ATTENTION")  # environment variables that change kernels
 
+FLASH4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"  # variables that do not
 NONE_RIGHT = "free memory of the GPU, update torch and the driver, or use another GPU"  # remedy
 
 Table = Mapping[str, Sequence[Verdict]]  # verdicts by kind of block, and for `OTHERS`
@@ -167,9 +183,8 @@ def choose_kernels(
     if device.type != "cuda":
         names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.of_kind.items()}
         return Choice(candidates.kernels(names), {})
-    if cache:  # FlashAttention 4 reads both when it is imported, and keeps its compiled kernels
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache / "flash4"))
+    if cache:
+        _keep_compiled(cache / "flash4")
     known = {kind: [each.name for each in kernels] for kind, kernels in candidates.of_kind.items()}
 
     def prove() -> Table:
@@ -178,6 +193,18 @@ def choose_kernels(
     file = cache and cache / "kernels" / f"{_key(demand, pinned, device)}.json"
     table = remembered(file, known, prove) if file else prove()
     return pick(candidates, agreement([parsed(each) for each in gathered(plain_values(table), among)]), before)
+
+
+def _keep_compiled(folder: Path) -> None:
+    """Lets FlashAttention 4, which is imported later, keep its compiled kernels in a folder, if it can lock files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if lock(file) is Lock.HELD:
+                os.environ.setdefault(f"{FLASH4_CACHE}_ENABLED", "1")
+                os.environ.setdefault(f"{FLASH4_CACHE}_DIR", str(folder))
+    except OSError:
+        pass  # they are compiled anew
 
 
 def agreement(tables: Sequence[Table]) -> Table:
@@ -273,7 +300,11 @@ def _key(demand: Demand, pinned: str, device: torch.device) -> str:
         "settings": [
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),
-            sorted((name, value) for name, value in os.environ.items() if name.startswith(SETTINGS)),
+            sorted(
+                (name, value)
+                for name, value in os.environ.items()
+                if name.startswith(SETTINGS) and not name.startswith(FLASH4_CACHE)
+            ),
         ],
         "sources": [file_digest(path) for path in SOURCES],
     }

@@ -29,11 +29,8 @@ def prove_loss(
     def compare(kernel: LossKernel) -> Iterator[Comparison]:
         return case.compare(kernel, group, device)
 
-    def call(kernel: LossKernel) -> None:
-        inputs.run(kernel, group)
-
     inputs = _LossInputs.random(demand, device) if timed else None
-    return [judge(kernel, compare, call if timed else None, device) for kernel in kernels]
+    return [judge(kernel, compare, inputs and (lambda each: inputs.run(each, group)), device) for kernel in kernels]
 
 
 class _LossInputs(NamedTuple):
@@ -72,7 +69,7 @@ class _LossInputs(NamedTuple):
         teacher = Teacher(self.last, self.teacher_head, self.best, self.lse)
         weights, nothing = self.weights, torch.zeros_like(self.weights)
         # several blocks, the last one shorter
-        size = (len(self.best) * 3 // 7) * loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.teacher_rows)
+        size = (len(self.best) * 3 // 7) * loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.overwrites)
         distilled = distill(
             outputs,
             head,

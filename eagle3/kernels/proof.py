@@ -129,7 +129,7 @@ def raised(error: Exception) -> str:
 
 def seconds_of(call: Callable[[], None], device: torch.device) -> float:
     """The shortest of several calls. On a GPU, by its clock and without the host's time, which training's longer blocks
-    hide: all calls are queued before the first one starts."""
+    hide: the host queues calls while the GPU waits."""
     for _ in range(WARM):
         call()
     if device.type != "cuda":

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eagle3.objective.softmaxes import PLAIN, PLAIN_TEACHER_ROWS, Logits, LossKernel
+from eagle3.objective.softmaxes import PLAIN, Logits, LossKernel
 from eagle3.objective.streaming import StreamedRows
 from eagle3.targets.logits import LogitTransform
 from eagle3.transfer import send
@@ -59,14 +59,14 @@ class Distilled(NamedTuple):
     correct: Tensor  # [K, M] bool: supervised positions where the draft's best token is the teacher's
 
 
-def loss_row_bytes(
-    steps: int, columns: int, hidden: int, dtype: torch.dtype, teacher_rows: int = PLAIN_TEACHER_ROWS
-) -> int:
-    """Bytes that `distill` holds per teacher row: K rows of draft logits in fp32 or wider, and a copy in `dtype` if
-    that is narrower; the kernel's teacher rows, in fp32 or wider; and for each step six rows of hidden size (states,
-    normed states, gradients), of which two are in fp32 or wider."""
+def loss_row_bytes(steps: int, columns: int, hidden: int, dtype: torch.dtype, overwrites: bool = True) -> int:
+    """Bytes that `distill` holds per teacher row: K rows of draft logits in fp32 or wider, and as many of their
+    gradient in `dtype`, unless it takes their place; one row of the teacher's logits in fp32 or wider, or five if the
+    kernel `overwrites`; and for each step six rows of hidden size (states, normed states, gradients), of which two are
+    in fp32 or wider."""
     exact = max(dtype.itemsize, 4)
-    logits = steps * (exact + (dtype.itemsize if dtype.itemsize < exact else 0)) + teacher_rows * exact
+    gradient = 0 if overwrites and dtype.itemsize == exact else dtype.itemsize
+    logits = steps * (exact + gradient) + (5 if overwrites else 1) * exact
     return columns * logits + steps * hidden * (4 * dtype.itemsize + 2 * exact)
 
 
@@ -125,11 +125,12 @@ def distill(
     outputs: K hidden states [Q, H], which `norm` turns into lm_head's input.
     head: [Vd/tp, H], this rank's rows of the draft's lm_head; rank r holds the r-th part.
     query_of: [K, M], from the SequencePlan: the row of `outputs` for each teacher row, -1 where nothing is supervised.
+        No row stands twice in a step.
     group: the tensor-parallel group.
     """
     weights_by_step = tuple(zip(*(part.tolist() for part in weights), strict=True))
     kernel = blocks.kernel or loss_candidates(head.device, head.dtype)[0]
-    rows = loss_rows(blocks.size, loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.teacher_rows))
+    rows = loss_rows(blocks.size, loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.overwrites))
     norm_weights = () if norm is None else norm.parameters()
     surrogate, cross_entropy, overlap, correct = _Distill.apply(
         weights_by_step, group, norm, (rows, kernel), head, teacher, query_of, *outputs, *norm_weights
@@ -154,7 +155,7 @@ class _Gradients:
 
         logits: [K, m, v], the gradient of the logits, in head's dtype.
         hidden, normed: [K, m, H], lm_head's input before and after the norm.
-        query_of: [K, m]; no other block has the same query at the same step.
+        query_of: [K, m].
         """
         logits, flat = logits.flatten(0, 1), normed.detach().flatten(0, 1)
         self.kernel.accumulate(self.head, logits, flat)
@@ -211,7 +212,7 @@ class _Distill(torch.autograd.Function):
             terms[1, :, block], d_logits = softmaxes.finish(of_block, overlaps, head.dtype)
             if gradients is not None:
                 gradients.add(d_logits, hidden, normed, head, query_of[:, block])
-            del softmaxes, d_logits, hidden, normed  # free them before the next block allocates its own
+            del softmaxes, d_logits, hidden, selected, normed  # free them before the next block allocates its own
         sums = torch.where(counted, terms, 0).sum(-1, dtype=torch.float64)
         if group.size() > 1 and len(teacher.best):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from eagle3.attention.shared import add_product, wide_product
-from eagle3.objective.softmaxes import CUDA_TEACHER_ROWS, Logits, LossKernel, share_peaks
+from eagle3.objective.softmaxes import Logits, LossKernel, share_peaks
 from eagle3.operators import launch, operator
 
 # Columns of one block, how many of them a thread takes together, and warps. Of those that were timed on an H200 these
@@ -106,8 +106,10 @@ def _overlap_kernel(
     place, real, peak, scale, z_peak, q_scale, f_scale = _normalisers(
         peaks, totals, teacher_lse, steps, rows, row, STEPS
     )
-    overlap = tl.zeros((STEPS, COLUMNS // TOGETHER), tl.float32)
-    below = tl.zeros((STEPS, COLUMNS // TOGETHER), tl.float32)
+    overlap, below = (
+        tl.zeros((STEPS, COLUMNS // TOGETHER), tl.float32),
+        tl.zeros((STEPS, COLUMNS // TOGETHER), tl.float32),
+    )
     for start in range(0, columns, COLUMNS):
         x, z, _, _ = _tile(draft, teacher, steps, rows, columns, row, start, STEPS, COLUMNS)
         p, f = tl.exp(x - peak[:, None]) * scale[:, None], (tl.exp(z - z_peak) * f_scale)[None, :]
@@ -124,16 +126,19 @@ def _gradient_kernel(
 ):  # fmt: skip
     """The gradient of each row's logits, a (p - q) + b p ([p < f] - below), and sum min(f, p) once more.
 
-    factors: [2, K, m], a and b of each row. below: None: every b is 0.
+    factors: [2, K, m], a and b of each row; where both are 0, so is the gradient, whatever the logits are. below: None:
+    every b is 0.
     """
     row = tl.program_id(0)
     place, real, peak, scale, z_peak, q_scale, f_scale = _normalisers(
         peaks, totals, teacher_lse, steps, rows, row, STEPS
     )
     a = tl.load(factors + place, mask=real, other=0.0)
+    counts = a != 0.0
     if below is not None:
         b = tl.load(factors + tl.cast(steps, tl.int64) * rows + place, mask=real, other=0.0)
         threshold = tl.load(below + place, mask=real, other=0.0)
+        counts |= b != 0.0
     overlap = tl.zeros((STEPS, COLUMNS // TOGETHER), tl.float32)
     for start in range(0, columns, COLUMNS):
         x, z, at, target = _tile(draft, teacher, steps, rows, columns, row, start, STEPS, COLUMNS)
@@ -143,9 +148,8 @@ def _gradient_kernel(
         grad = a[:, None] * (p - (z * q_scale)[None, :])
         if below is not None:
             grad += b[:, None] * p * (tl.where(p < f, 1.0, 0.0) - threshold[:, None])
-        tl.store(
-            gradient_out + target, grad.to(gradient_out.dtype.element_ty), mask=real[:, None] & (at < columns)[None, :]
-        )
+        grad = tl.where(counts[:, None], grad, 0.0).to(gradient_out.dtype.element_ty)
+        tl.store(gradient_out + target, grad, mask=real[:, None] & (at < columns)[None, :])
     tl.store(overlap_out + place, tl.sum(overlap, 1), mask=real)
 
 
@@ -226,5 +230,5 @@ class FusedSoftmaxes:
 
 
 FUSED = LossKernel(
-    "fused", FusedSoftmaxes, lambda rows, columns: wide_product(rows, columns.t()), add_product, CUDA_TEACHER_ROWS
+    "fused", FusedSoftmaxes, lambda rows, columns: wide_product(rows, columns.t()), add_product, overwrites=False
 )

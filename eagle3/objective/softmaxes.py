@@ -10,8 +10,6 @@ from torch import Tensor
 
 from eagle3.attention.shared import add_product
 
-# Rows of teacher logits that a block holds for each of its rows, by the operators below, and by the kernels for CUDA.
-PLAIN_TEACHER_ROWS, CUDA_TEACHER_ROWS = 5, 1
 # Larger than every draft id, so that it loses when ranks take the minimum id of the largest logit.
 ELSEWHERE = torch.iinfo(torch.int64).max
 
@@ -36,7 +34,8 @@ class BlockSoftmaxes(Protocol):
         """Returns this rank's terms of the acceptance rate sum_v min(f, p) [K, m] and the gradient of the logits
         [K, m, v] in `dtype`. May be called once.
 
-        factors: [2, K, m], of each row's cross-entropy and acceptance rate; None: without gradient.
+        factors: [2, K, m], what each row's cross-entropy and acceptance rate are multiplied by; None: without gradient.
+            Where both are 0, a row does not count.
         overlaps: whether any of the latter is not 0.
         """
 
@@ -106,11 +105,11 @@ class LossKernel(NamedTuple):
     product: Callable[[Tensor, Tensor], Tensor]  # of rows [n, h] and columns [v, h]: [n, v], in fp32 or wider
     # Adds the product of [n, v] and [n, h] to the total [v, h], in fp32 or wider.
     accumulate: Callable[[Tensor, Tensor, Tensor], None]
-    teacher_rows: int
+    overwrites: bool  # whether the gradient of the logits takes their place; see `loss_row_bytes`
 
 
 def _product(rows: Tensor, columns: Tensor) -> Tensor:
     return (rows @ columns.t()).to(torch.promote_types(rows.dtype, torch.float32))
 
 
-PLAIN = LossKernel("plain", PlainSoftmaxes, _product, add_product, PLAIN_TEACHER_ROWS)
+PLAIN = LossKernel("plain", PlainSoftmaxes, _product, add_product, overwrites=True)

@@ -13,7 +13,6 @@ from eagle3.attention.cuda import heads_at_once
 from eagle3.attention.schedule import BAND_ROWS, KEY_BLOCK, QUERY_BLOCK
 from eagle3.objective.distill import loss_row_bytes, loss_rows
 from eagle3.objective.recompute import chunk_token_bytes, chunk_tokens
-from eagle3.objective.softmaxes import CUDA_TEACHER_ROWS, PLAIN_TEACHER_ROWS
 from eagle3.planning.step import Planned, Share
 
 # Kind of data -> bytes, in one phase of a step.
@@ -150,8 +149,7 @@ class _Rank:
 
     def loss_row_bytes(self) -> int:
         planned, hidden = self.planned, self.planned.draft.hidden_size
-        teacher_rows = CUDA_TEACHER_ROWS if planned.device == "cuda" else PLAIN_TEACHER_ROWS
-        return loss_row_bytes(planned.steps, planned.columns, hidden, planned.dtype, teacher_rows)
+        return loss_row_bytes(planned.steps, planned.columns, hidden, planned.dtype, planned.device != "cuda")
 
     def activations(self, steps: int) -> int:
         """Tensors that the first `steps` steps have saved for their backward pass: own keys and values, and everything

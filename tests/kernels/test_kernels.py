@@ -20,6 +20,7 @@ from eagle3.draft.fused_pointwise import FUSED_POINTWISE
 from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.draft.rope import Rotation
 from eagle3.errors import UserError
+from eagle3.kernels import choice
 from eagle3.kernels.blocks import prove_blocks
 from eagle3.kernels.choice import (
     LOSS,
@@ -308,3 +309,15 @@ def test_own_keys_are_tried_with_the_heads_that_they_have_under_ulysses():
     wrong = PLAIN_OWN._replace(name="wrong in large groups", forward=doubled)
     (alone,), (undealt,) = (prove_own([wrong], each, CPU, False) for each in (dealt, replace(dealt, undealt=(16, 2))))
     assert alone.right and undealt.reason.startswith("out is off by")
+
+
+def test_compiled_kernels_are_kept_where_files_can_be_made_and_locked(tmp_path, monkeypatch):
+    names = [f"{choice.FLASH4_CACHE}_{name}" for name in ("ENABLED", "DIR")]
+    for name in names:
+        monkeypatch.setenv(name, "")  # whatever is set is taken back afterwards
+        monkeypatch.delenv(name)
+    (tmp_path / "file").touch()
+    choice._keep_compiled(tmp_path / "file" / "flash4")
+    assert not any(name in os.environ for name in names)
+    choice._keep_compiled(tmp_path / "flash4")
+    assert [os.environ[name] for name in names] == ["1", str(tmp_path / "flash4")]

@@ -9,16 +9,17 @@ from collections import Counter
 
 import pytest
 import torch
-from distill_cases import STEPS, random_rows
+from distill_cases import HIDDEN, STEPS, random_rows
 from distill_cases import WEIGHTS as WEIGHTS_OF_STEPS
 from limits import HANG_SECONDS
+from live_bytes import LiveBytes
 from places import SUPPORT
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from eagle3.objective import fused
-from eagle3.objective.distill import LossBlocks, distill
-from eagle3.objective.softmaxes import Logits, PlainSoftmaxes
+from eagle3.objective.distill import LossBlocks, distill, loss_row_bytes
+from eagle3.objective.softmaxes import PLAIN, Logits, PlainSoftmaxes
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off where SGLang is installed"
@@ -101,7 +102,7 @@ def test_of_equal_logits_the_first_counts_and_a_gradient_in_half_precision_is_of
 
 
 @pytest.mark.parametrize("name", ["loss_statistics", "loss_overlap", "loss_gradient", "loss_gradient, with below"])
-def test_an_operator_has_the_shapes_that_its_fake_implementation_says(name):
+def test_an_operator_runs_without_data_and_keeps_to_its_schema(name):
     logits = block(3, 4, 100, 1.0, 4)
     rows = torch.ones(4, 4)
     statistics = *logits[:2], rows, rows, logits.teacher_lse
@@ -113,6 +114,26 @@ def test_an_operator_has_the_shapes_that_its_fake_implementation_says(name):
     }[name]
     name = name.partition(",")[0]
     torch.library.opcheck(getattr(fused, name), inputs, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_a_row_that_does_not_count_has_no_gradient_whatever_its_logits_are(topology):
+    logits, counted = block(3, 4, 50, 3.0, 1), torch.ones(3, 4, dtype=torch.bool)
+    logits.teacher[1], logits.draft[:, 2, 7], counted[:, 1:3] = float("nan"), float("inf"), False
+    softmaxes = fused.FusedSoftmaxes(logits, topology.alone)
+    _, gradient = softmaxes.finish(factors(counted, [WEIGHTS["acceptance"]] * 3), True, torch.float32)
+    assert not gradient[:, 1:3].any() and bool(gradient[:, [0, 3]].isfinite().all()) and gradient[:, [0, 3]].any()
+
+
+@pytest.mark.parametrize("kernel", [PLAIN, fused.FUSED], ids=["plain", "fused"])
+def test_a_block_takes_what_is_planned_for_it_and_not_much_less(topology, kernel):
+    rows, columns = 16, 2000
+    each = loss_row_bytes(STEPS, columns, HIDDEN, torch.float32, kernel.overwrites)
+    case = random_rows(rows, rows, columns, torch.float32)
+    inputs = case.outputs, case.head, case.teacher.last, case.teacher.head
+    with LiveBytes(inputs) as live:
+        distill(*case, WEIGHTS_OF_STEPS["both"], topology.tensor, blocks=LossBlocks(rows * each, kernel))
+    gradients = 4 * HIDDEN * (columns + STEPS * (rows + 1))
+    assert 0.7 * rows * each < live.peak - live.existing - gradients <= rows * each
 
 
 class _Large(TorchDispatchMode):
@@ -149,6 +170,7 @@ def test_a_block_of_the_loss_passes_over_its_logits_in_a_handful_of_operators(to
 
 
 def test_every_kernel_compiles_for_an_h100_without_spills_and_with_room_for_three_programs(tmp_path):
+    """Where rows are aligned to 16 bytes, as those of a usual vocabulary are."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET")
     command = [sys.executable, str(SUPPORT / "compiled_kernels.py")]
