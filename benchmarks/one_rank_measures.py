@@ -17,7 +17,8 @@ from torch import Tensor
 
 from eagle3.attention.ttt import TTTAttention, Ulysses
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.model import Eagle3Draft
+from eagle3.draft.model import INITIAL_SCALE, Eagle3Draft
+from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
 from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import Demand
@@ -193,7 +194,12 @@ class Bench:
     def __init__(self, config: DraftConfig, dtype: torch.dtype, topology: Topology, peak_tflops: float) -> None:
         self.config, self.dtype, self.topology, self.peak = config, dtype, topology, peak_tflops * 1e12
         torch.manual_seed(2)
-        self.draft = Eagle3Draft(config, topology.modules, dtype).to(topology.device)
+        with torch.device("meta"):  # on a CPU a draft's random weights may take a minute
+            draft = Eagle3Draft(config, topology.modules, dtype)
+        self.draft, draft.rope = draft.to_empty(device=topology.device), RotaryEmbedding(config)
+        with torch.no_grad():
+            for weight in self.draft.parameters():
+                weight.normal_(std=INITIAL_SCALE) if weight.dim() > 1 else weight.fill_(1)
 
     def measure(self, case: Case, thin: bool = False) -> dict[str, Any]:
         """Measure one step. Raises torch.cuda.OutOfMemoryError. thin: compute only a part (see `thinned`); times then
