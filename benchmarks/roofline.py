@@ -32,10 +32,10 @@ class Device(NamedTuple):
 COPIES = 4.08e12
 # Measured on an H200, all in results/h200: copies, FlashAttention 2 and FlashAttention 4 alone (rates.json and
 # flash-attention-4.json); the rest within steps (profile-8k.json, profile-32k.json, profiles.json). Products run at 740
-# to 760 TFLOP/s beside FlashAttention 2, and slower beside 4, which leaves them less of the card's power. Kernels that
-# go through memory reach 60% of the rate of copies, and those of the loss 78%. The backward of attention counts 2.5
-# times the FLOPs of its forward. With 5% of 8k tokens supervised, the host took 66 microseconds for each launch, on
-# slow cores and with Python.
+# to 760 TFLOP/s there; 720 is what makes whole steps right, in which the card is hotter. Kernels that go through memory
+# reach 60% of the rate of copies, and those of the loss 78%. The backward of attention counts 2.5 times the FLOPs of
+# its forward. With 5% of 8k tokens supervised, the host took 66 microseconds for each launch, on slow cores and with
+# Python.
 H200 = Device(
     name="H200",
     peak=989e12,
