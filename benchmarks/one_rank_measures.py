@@ -195,8 +195,9 @@ class Bench:
         self.config, self.dtype, self.topology, self.peak = config, dtype, topology, peak_tflops * 1e12
         torch.manual_seed(2)
         with torch.device("meta"):  # on a CPU a draft's random weights may take a minute
-            draft = Eagle3Draft(config, topology.modules, dtype)
-        self.draft, draft.rope = draft.to_empty(device=topology.device), RotaryEmbedding(config)
+            self.draft = Eagle3Draft(config, topology.modules, dtype)
+        self.draft.to_empty(device=topology.device)
+        self.draft.rope = RotaryEmbedding(config)  # the first one's frequencies have no data either
         with torch.no_grad():
             for weight in self.draft.parameters():
                 weight.normal_(std=INITIAL_SCALE) if weight.dim() > 1 else weight.fill_(1)

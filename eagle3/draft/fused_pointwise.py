@@ -76,24 +76,27 @@ def _rotate_backward_kernel(d_x, cos, sin, parts, widths, width, turning, HALF: 
     tl.store(d_x + HALF, second * c - first * s, mask=real)
 
 
+def _launch(kernel, rows: int, width: int, *arguments, **constants: int) -> None:
+    launch(kernel, (rows, triton.cdiv(width, COLUMNS)), *arguments, COLUMNS=COLUMNS, **constants)
+
+
 def _rotating(kernel, x: Tensor, cos: Tensor, sin: Tensor, parts: Sequence[Tensor]) -> None:
     half, widths = cos.shape[-1], tuple(part.shape[1] * part.shape[2] for part in parts)
     pairs, turning = sum(widths) // 2, sum(rotated(widths)) // 2
-    grid = len(x), triton.cdiv(pairs, COLUMNS)
-    launch(kernel, grid, x, cos, sin, tuple(parts), widths, pairs, turning, HALF=half, COLUMNS=COLUMNS)
+    _launch(kernel, len(x), pairs, x, cos, sin, tuple(parts), widths, pairs, turning, HALF=half)
 
 
 @operator
 def swiglu(x: Tensor) -> Tensor:
     out = x.new_empty(len(x), x.shape[1] // 2)
-    launch(_swiglu_kernel, (len(x), triton.cdiv(out.shape[1], COLUMNS)), x, out, out.shape[1], COLUMNS=COLUMNS)
+    _launch(_swiglu_kernel, *out.shape, x, out, out.shape[1])
     return out
 
 
 @operator
 def swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    d_x, (rows, width) = torch.empty_like(x), grad.shape
-    launch(_swiglu_backward_kernel, (rows, triton.cdiv(width, COLUMNS)), grad, x, d_x, width, COLUMNS=COLUMNS)
+    d_x = torch.empty_like(x)
+    _launch(_swiglu_backward_kernel, *grad.shape, grad, x, d_x, grad.shape[1])
     return d_x
 
 

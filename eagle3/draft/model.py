@@ -188,8 +188,7 @@ class DraftPass:
     def prefix(self, hidden: Tensor, embedded: Tensor, rotation: Rotation) -> KeyValue:
         """K_0, V_0 [N, kv heads, d] for rows with fused states `hidden` [N, H].
 
-        embedded: for `keys`, of the token after each row (token 0 at the end of a document). It is
-            overwritten.
+        embedded (overwritten): for `keys`, of the token after each row (token 0 at the end of a document).
         """
         x = self._to_heads(self.layer.hidden_norm(hidden))
         return KeyValue(*self._rotated(self.of_hidden.wide_product(x, self.keys, embedded), rotation, self.sizes[1:]))
@@ -199,8 +198,7 @@ class DraftPass:
         the same rows. (At step 0 these are already in K_0 and V_0.)
 
         hidden: [Q, H], output of step k-1, or the fused states if k = 0.
-        embedded: for `queries` at step 0, otherwise for `all`, of the token k+1 positions after each query. It is
-            overwritten.
+        embedded (overwritten): for `queries` at step 0, else for `all`, of the token k+1 positions after each query.
         """
         x = self._to_heads(self.layer.hidden_norm(hidden))
         rows, sizes = (self.all, self.sizes) if embedded.shape[1] > self.sizes[0] else (self.queries, self.sizes[:1])

@@ -183,7 +183,7 @@ def choose_kernels(
     if device.type != "cuda":
         names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.of_kind.items()}
         return Choice(candidates.kernels(names), {})
-    if cache:
+    if cache and cuda.has_flash4(device):
         _keep_compiled(cache / "flash4")
     known = {kind: [each.name for each in kernels] for kind, kernels in candidates.of_kind.items()}
 

@@ -128,12 +128,11 @@ def distill(
         No row stands twice in a step.
     group: the tensor-parallel group.
     """
-    weights_by_step = tuple(zip(*(part.tolist() for part in weights), strict=True))
     kernel = blocks.kernel or loss_candidates(head.device, head.dtype)[0]
     rows = loss_rows(blocks.size, loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.overwrites))
     norm_weights = () if norm is None else norm.parameters()
     surrogate, cross_entropy, overlap, correct = _Distill.apply(
-        weights_by_step, group, norm, (rows, kernel), head, teacher, query_of, *outputs, *norm_weights
+        weights, group, norm, (rows, kernel), head, teacher, query_of, *outputs, *norm_weights
     )
     return Distilled(surrogate, StepSums(cross_entropy, overlap, correct.sum(1).double()), correct)
 
@@ -186,16 +185,16 @@ class _Distill(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weights, group, norm, blocks, head, teacher, query_of, *outputs_and_norm):
         rows, kernel = blocks
-        outputs = outputs_and_norm[: len(weights)]
+        outputs = outputs_and_norm[: len(query_of)]
         exact = torch.promote_types(head.dtype, torch.float32)
         best = query_of.new_empty(query_of.shape)  # draft id of the largest logit
         terms = torch.empty(2, *query_of.shape, dtype=exact, device=head.device)  # cross-entropies, acceptance rates
         gradients = _Gradients(outputs, head, norm, kernel) if any(ctx.needs_input_grad) else None
         supervised = query_of >= 0
         counted, slots = supervised & (teacher.best >= 0), query_of.clamp(min=0)
-        weights_of_steps = send(torch.tensor(weights, dtype=torch.float64).t(), head.device)  # [2, K]
+        weights_of_steps = send(torch.stack(weights), head.device)  # [2, K]
         factors = weights_of_steps.to(exact)[..., None] * counted
-        overlaps = any(overlap for _, overlap in weights)
+        overlaps = bool(weights.overlap.any())
         for start in range(0, len(teacher.best), rows):
             block = slice(start, start + rows)
             hidden = head.new_empty(*slots[:, block].shape, head.shape[1])
