@@ -1,5 +1,5 @@
-"""Ask a running target (an OpenAI-compatible endpoint: SGLang, vLLM) for its own answers to the prompts of a data
-set."""
+"""Ask a target for its own answers to the prompts of a data set: a running one (an OpenAI-compatible endpoint: SGLang,
+vLLM), or a checkpoint, which transformers then runs here."""
 
 import argparse
 import json
@@ -10,12 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from eagle3.command_line import Parser
 from eagle3.console import Console, Say, silence_libraries, waiting
 from eagle3.errors import UserError, run_command, shown
 from eagle3.parsing import parse_json
 from eagle3.regeneration.answers import AnswerFile
 from eagle3.regeneration.endpoint import Endpoint, endpoint_urls, exposed, find_model
+from eagle3.regeneration.local import LocalTarget
 from eagle3.regeneration.regenerate import regenerate
 from eagle3.regeneration.turns import Generation
 from eagle3.text.conversations import Conversation, iterate_conversations
@@ -25,9 +28,9 @@ from eagle3.text.rows import MalformedRows
 def main() -> int:
     parser = Parser(__doc__)
     parser.add_argument("--data", nargs="+", required=True, metavar="SOURCE", help="as data.train: files, folders, ids")
-    parser.add_argument(
-        "--endpoint", nargs="+", required=True, metavar="URL", help="http://host:port, of one target each"
-    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--endpoint", nargs="+", metavar="URL", help="http://host:port, of one target each")
+    source.add_argument("--target", metavar="CHECKPOINT", help="a folder or hub id, to run without a server")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="FILE.jsonl", help="appended to; a rerun fills it up"
     )
@@ -52,6 +55,7 @@ def main() -> int:
     )
     parser.add_argument("--model", metavar="NAME", help="default: the one that the endpoint serves")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N conversations")
+    parser.add_argument("--batch", type=int, default=16, metavar="N", help="requests at a time, with --target")
     parser.add_argument("--concurrency", type=int, default=64, metavar="N", help="requests at a time, per endpoint")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one answer (default 600)")
     parser.add_argument(
@@ -65,16 +69,12 @@ def main() -> int:
     if options.quiet:
         silence_libraries()
     require_numbers(options)
-    urls = endpoint_urls(options.endpoint)
-    key = api_key(options.api_key_file, urls)
     variables = template_variables(options.template_variables)
     require_apart(options.out, options.data)
     console = Console(speaks=True, quiet=options.quiet)
-    served = find_model(urls, options.model, key)
-    for url, reason in served.left_out.items():
-        console.warn(f"{url} is left out: {reason}")
+    model, endpoints = (local if options.target else running)(options, console)
     generation = Generation(
-        model=served.model,
+        model=model,
         turns=options.turns,
         reasoning=options.reasoning,
         truncated=options.truncated,
@@ -99,11 +99,7 @@ def main() -> int:
         drop, setting = options.malformed == "drop", "--malformed drop"
         malformed = MalformedRows(drop, setting)
         total = sum(1 for _ in conversations(malformed, console))
-        console(f"{total:,} conversations; {served.model} at {', '.join(served.urls)}")
-        endpoints = [
-            Endpoint(url, key, served.model, concurrency=options.concurrency, timeout=options.timeout)
-            for url in served.urls
-        ]
+        console(f"{total:,} conversations; {model} at {', '.join(endpoint.url for endpoint in endpoints)}")
         prompts = conversations(MalformedRows(drop, setting), lambda line: None)
         summary = regenerate(prompts, total, file, endpoints, generation, console.warn, console)
         for reason, count in malformed.counts.items():
@@ -123,8 +119,33 @@ def main() -> int:
     return 1 if summary.failed else 0
 
 
+def running(options: argparse.Namespace, console: Console) -> tuple[str, list[Endpoint]]:
+    """The model that the endpoints serve, and those of them that can be used."""
+    urls = endpoint_urls(options.endpoint)
+    key = api_key(options.api_key_file, urls)
+    served = find_model(urls, options.model, key)
+    for url, reason in served.left_out.items():
+        console.warn(f"{url} is left out: {reason}")
+    limits = {"concurrency": options.concurrency, "timeout": options.timeout}
+    return served.model, [Endpoint(url, key, served.model, **limits) for url in served.urls]
+
+
+def local(options: argparse.Namespace, console: Console) -> tuple[str, list[LocalTarget]]:
+    """The checkpoint, on this machine's GPU if it has one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with waiting(console, f"loading {options.target}"):
+        return options.target, [LocalTarget(options.target, options.batch, device)]
+
+
 def require_numbers(options: argparse.Namespace) -> None:
-    for name, lowest in (("max_tokens", 1), ("limit", 1), ("concurrency", 1), ("timeout", 1e-3), ("temperature", 0)):
+    for name, lowest in (
+        ("max_tokens", 1),
+        ("limit", 1),
+        ("batch", 1),
+        ("concurrency", 1),
+        ("timeout", 1e-3),
+        ("temperature", 0),
+    ):
         value = getattr(options, name)
         if value is not None and (value < lowest or not math.isfinite(value)):
             raise UserError(f"--{name.replace('_', '-')}: {value} is not a valid value; give {lowest:g} or more")

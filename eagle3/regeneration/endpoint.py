@@ -198,6 +198,9 @@ class Endpoint:
         self._last_seen = time.monotonic()
         return answer
 
+    async def aclose(self) -> None:
+        await self.client.aclose()
+
     async def comes_back(self, failure_time: float) -> bool:
         """Whether the endpoint answers again after a request failed at monotonic time `failure_time`. One caller checks
         for all callers. Raises Unfit if the endpoint now serves a different model."""

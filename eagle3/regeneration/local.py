@@ -1,0 +1,129 @@
+"""The target by transformers in this process, in place of an endpoint."""
+
+import asyncio
+import copy
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jinja2 import TemplateError
+from transformers import StoppingCriteriaList
+
+from eagle3.regeneration.endpoint import Answer, Refused
+from eagle3.targets.checkpoint import load_causal_lm, load_tokenizer
+
+WAITING = 4  # batches' worth of requests among which those of similar length are found
+TURNS = 32  # of the event loop in which whoever is about to ask asks
+
+
+class _Request(NamedTuple):
+    prompt: list[int]
+    body: dict[str, Any]
+    answer: asyncio.Future[Answer]
+
+
+class LocalTarget:
+    """A target in this process, with an Endpoint's interface. It answers `batch` requests at a time: the one that has
+    waited longest, and those whose prompts are closest to it in length. Which those are does not depend on time.
+
+    name: the checkpoint, which is also what `url` says. On a CPU it computes in float32, on a GPU in its own format.
+    """
+
+    def __init__(self, name: str, batch: int, device: torch.device) -> None:
+        dtype = "auto" if device.type == "cuda" else torch.float32
+        self.model = load_causal_lm(name, None, False, dtype).to(device).eval()
+        self.tokenizer = load_tokenizer(name)
+        self.url, self.batch, self.concurrency = name, batch, WAITING * batch
+        self.dead, self.failures = None, 0
+        self.waiting: list[_Request] = []
+        self.serving: asyncio.Task[None] | None = None
+        self.closed = False
+
+    async def chat(self, body: dict[str, Any]) -> Answer:
+        """Request one answer. Raises Refused."""
+        request = _Request(self._prompt(body), body, asyncio.get_running_loop().create_future())
+        self.waiting.append(request)
+        if self.serving is None or self.serving.done():
+            self.serving = asyncio.create_task(self._serve())
+        return await request.answer
+
+    async def aclose(self) -> None:
+        """Ends what is being generated after its next token."""
+        self.closed = True
+        if self.serving is not None:
+            await asyncio.gather(self.serving, return_exceptions=True)
+
+    def _prompt(self, body: dict[str, Any]) -> list[int]:
+        if body.get("tools") or any("tool_calls" in message for message in body["messages"]):
+            raise Refused("tools, whose calls only a server parses; ask one with --endpoint")
+        variables = body.get("chat_template_kwargs", {})
+        try:
+            encoded = self.tokenizer.apply_chat_template(
+                body["messages"], add_generation_prompt=True, return_dict=True, **variables
+            )
+        except (TemplateError, ValueError) as error:
+            raise Refused(f"the chat template does not take it ({error})") from error
+        room = self.model.config.get_text_config(decoder=True).max_position_embeddings - len(encoded["input_ids"])
+        if room < body["max_tokens"]:
+            raise Refused(f"{len(encoded['input_ids'])} tokens, after which there is room for {max(room, 0)}")
+        return encoded["input_ids"]
+
+    async def _serve(self) -> None:
+        while self.waiting and not self.closed:
+            asked = 0
+            while asked != (asked := len(self.waiting)):
+                for _ in range(TURNS):
+                    await asyncio.sleep(0)
+            length = len(self.waiting[0].prompt)
+            batch = sorted(self.waiting, key=lambda request: abs(len(request.prompt) - length))[: self.batch]
+            taken = set(map(id, batch))
+            self.waiting = [request for request in self.waiting if id(request) not in taken]
+            try:
+                answers = await asyncio.to_thread(self._generate, batch)
+            except Exception as error:
+                for request in batch:
+                    request.answer.set_exception(error)
+                continue
+            for request, answer in zip(batch, answers, strict=True):
+                if not request.answer.done():  # whoever asked may have been cancelled
+                    request.answer.set_result(answer)
+
+    @torch.inference_mode()
+    def _generate(self, batch: Sequence[_Request]) -> list[Answer]:
+        body, longest = batch[0].body, max(len(request.prompt) for request in batch)
+        config = copy.deepcopy(self.model.generation_config)
+        config.update(max_new_tokens=body["max_tokens"], max_length=None, pad_token_id=self.tokenizer.pad_token_id or 0)
+        if "temperature" in body:
+            config.update(do_sample=body["temperature"] > 0, temperature=body["temperature"] or None)
+        if "top_p" in body:
+            config.update(top_p=body["top_p"])
+        ids = torch.tensor([[0] * (longest - len(request.prompt)) + request.prompt for request in batch])
+        mask = torch.tensor([[0] * (longest - len(request.prompt)) + [1] * len(request.prompt) for request in batch])
+        if "seed" in body:
+            torch.manual_seed(zlib.crc32(ids.numpy().tobytes(), body["seed"]))
+        device = self.model.device
+        try:
+            out = self.model.generate(
+                ids.to(device),
+                attention_mask=mask.to(device),
+                generation_config=config,
+                stopping_criteria=StoppingCriteriaList([self._stops]),
+            )
+        except torch.OutOfMemoryError as error:
+            if len(batch) == 1:
+                raise Refused(f"{longest} tokens, for which the GPU's memory does not suffice") from error
+            half = len(batch) // 2
+            return self._generate(batch[:half]) + self._generate(batch[half:])
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        return [self._answer(row, ends) for row in out[:, longest:].tolist()]
+
+    def _stops(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(ids),), self.closed, device=ids.device)
+
+    def _answer(self, tokens: list[int], ends: list[int]) -> Answer:
+        end = next((place for place, token in enumerate(tokens) if token in ends), None)
+        content = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)
+        choice = {"message": {"content": content}, "finish_reason": "length" if end is None else "stop"}
+        count = len(tokens) if end is None else end + 1
+        return Answer.model_validate({"choices": [choice], "usage": {"completion_tokens": count}})
