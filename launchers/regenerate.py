@@ -55,7 +55,9 @@ def main() -> int:
     )
     parser.add_argument("--model", metavar="NAME", help="default: the one that the endpoint serves")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N conversations")
-    parser.add_argument("--batch", type=int, default=16, metavar="N", help="requests at a time, with --target")
+    parser.add_argument(
+        "--batch-tokens", type=int, default=65536, metavar="N", help="with --target: at a time, room for answers included"
+    )
     parser.add_argument("--concurrency", type=int, default=64, metavar="N", help="requests at a time, per endpoint")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one answer (default 600)")
     parser.add_argument(
@@ -134,14 +136,14 @@ def local(options: argparse.Namespace, console: Console) -> tuple[str, list[Loca
     """The checkpoint, on this machine's GPU if it has one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with waiting(console, f"loading {options.target}"):
-        return options.target, [LocalTarget(options.target, options.batch, device)]
+        return options.target, [LocalTarget(options.target, options.batch_tokens, device)]
 
 
 def require_numbers(options: argparse.Namespace) -> None:
     for name, lowest in (
         ("max_tokens", 1),
         ("limit", 1),
-        ("batch", 1),
+        ("batch_tokens", 1),
         ("concurrency", 1),
         ("timeout", 1e-3),
         ("temperature", 0),

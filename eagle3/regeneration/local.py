@@ -13,7 +13,7 @@ from transformers import StoppingCriteriaList
 from eagle3.regeneration.endpoint import Answer, Refused
 from eagle3.targets.checkpoint import load_causal_lm, load_tokenizer
 
-WAITING = 4  # batches' worth of requests among which those of similar length are found
+CONCURRENCY = 256  # requests among which those of similar length are found
 TURNS = 32  # of the event loop in which whoever is about to ask asks
 
 
@@ -23,18 +23,24 @@ class _Request(NamedTuple):
     answer: asyncio.Future[Answer]
 
 
+def _room(batch: Sequence[_Request]) -> int:
+    """The most tokens of a request of the batch."""
+    return max(len(request.prompt) for request in batch) + batch[0].body["max_tokens"]
+
+
 class LocalTarget:
-    """A target in this process, with an Endpoint's interface. It answers `batch` requests at a time: the one that has
-    waited longest, and those whose prompts are closest to it in length. Which those are does not depend on time.
+    """A target in this process, with an Endpoint's interface. A batch is the request that has waited longest, and
+    those whose prompts are closest to it in length. Which those are does not depend on time.
 
     name: the checkpoint, which is also what `url` says. On a CPU it computes in float32, on a GPU in its own format.
+    batch_tokens: the most tokens of a batch of several requests: padded prompts and the room for their answers
     """
 
-    def __init__(self, name: str, batch: int, device: torch.device) -> None:
+    def __init__(self, name: str, batch_tokens: int, device: torch.device) -> None:
         dtype = "auto" if device.type == "cuda" else torch.float32
         self.model = load_causal_lm(name, None, False, dtype).to(device).eval()
         self.tokenizer = load_tokenizer(name)
-        self.url, self.batch, self.concurrency = name, batch, WAITING * batch
+        self.url, self.batch_tokens, self.concurrency = name, batch_tokens, CONCURRENCY
         self.dead, self.failures = None, 0
         self.waiting: list[_Request] = []
         self.serving: asyncio.Task[None] | None = None
@@ -75,8 +81,7 @@ class LocalTarget:
             while asked != (asked := len(self.waiting)):
                 for _ in range(TURNS):
                     await asyncio.sleep(0)
-            length = len(self.waiting[0].prompt)
-            batch = sorted(self.waiting, key=lambda request: abs(len(request.prompt) - length))[: self.batch]
+            batch = self._batch()
             taken = set(map(id, batch))
             self.waiting = [request for request in self.waiting if id(request) not in taken]
             try:
@@ -88,6 +93,13 @@ class LocalTarget:
             for request, answer in zip(batch, answers, strict=True):
                 if not request.answer.done():  # whoever asked may have been cancelled
                     request.answer.set_result(answer)
+
+    def _batch(self) -> list[_Request]:
+        first = self.waiting[0]
+        batch = sorted(self.waiting, key=lambda request: abs(len(request.prompt) - len(first.prompt)))
+        while len(batch) > 1 and len(batch) * _room(batch) > self.batch_tokens:
+            batch.pop()
+        return batch
 
     @torch.inference_mode()
     def _generate(self, batch: Sequence[_Request]) -> list[Answer]:

@@ -19,11 +19,11 @@ def target(tmp_path_factory):
     return make_target(tmp_path_factory.mktemp("target"))
 
 
-def regenerate(target, folder, *options: str, batch: int = 2, code: int = 0) -> list[dict]:
+def regenerate(target, folder, *options: str, batch: int = 100, code: int = 0) -> list[dict]:
     data, out = folder / "prompts.jsonl", folder / f"answers-{batch}.jsonl"
     rows = [{"messages": [{"role": "user", "content": prompt}]} for prompt in PROMPTS]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [LAUNCHERS / "regenerate.py", "--data", data, "--target", target, "--out", out, "--batch", batch]
+    command = [LAUNCHERS / "regenerate.py", "--data", data, "--target", target, "--out", out, "--batch-tokens", batch]
     command += ["--max-tokens", 24, "--truncated", "keep", *options]
     finish(launch(sys.executable, *map(str, command)), code)
     return [json.loads(line) for line in out.read_text().splitlines()]
@@ -35,7 +35,7 @@ def contents(rows: list[dict]) -> dict[str, str]:
 
 def test_answers_are_those_of_one_prompt_at_a_time(target, tmp_path):
     model, tokenizer = load_causal_lm(str(target), None, False, torch.float32), load_tokenizer(target)
-    answers = contents(regenerate(target, tmp_path, "--temperature", "0", batch=4))
+    answers = contents(regenerate(target, tmp_path, "--temperature", "0", batch=200))
     assert sorted(answers) == sorted(PROMPTS)
     for prompt, answer in answers.items():
         ids = tokenizer.apply_chat_template(
@@ -59,5 +59,5 @@ def test_sampled_answers_come_again_with_the_same_seed(target, tmp_path):
 def test_a_prompt_that_leaves_no_room_is_left_out_and_named(target, tmp_path):
     rows = regenerate(target, tmp_path, "--temperature", "0", "--max-tokens", "200")
     assert len(rows) == len(PROMPTS) - 1
-    record = json.loads((tmp_path / "answers-2.jsonl.record" / "summary.json").read_text())
+    record = json.loads((tmp_path / "answers-100.jsonl.record" / "summary.json").read_text())
     assert record["left_out"] == {"refused by the server": 1}
