@@ -56,7 +56,11 @@ def main() -> int:
     parser.add_argument("--model", metavar="NAME", help="default: the one that the endpoint serves")
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N conversations")
     parser.add_argument(
-        "--batch-tokens", type=int, default=65536, metavar="N", help="with --target: at a time, room for answers included"
+        "--batch-tokens",
+        type=int,
+        default=65536,
+        metavar="N",
+        help="with --target: at a time, room for answers included",
     )
     parser.add_argument("--concurrency", type=int, default=64, metavar="N", help="requests at a time, per endpoint")
     parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one answer (default 600)")

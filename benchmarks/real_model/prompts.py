@@ -8,9 +8,11 @@
 
     python benchmarks/real_model/prompts.py FOLDER --tokenizer TARGET --human-eval HumanEval.jsonl.gz --count 1500
 
-Writes train.jsonl, and held-out/KIND.jsonl of each kind. A source (a task of HumanEval, a module, a topic of the
-reference) belongs to either side: every tenth to the held-out one. The script ends with exit code 1 if a held-out
-prompt shares a passage of 80 characters with a prompt of training, instructions apart.
+Writes train/greedy.jsonl and train/sampled.jsonl, half of the prompts each, with the kinds mixed evenly, so that the
+first lines are a sample of all; held-out/KIND.jsonl; and foreign.jsonl, the training tasks of HumanEval with its own
+solutions as answers. A source (a task of HumanEval, a package, a topic of the reference) belongs to one side: every
+tenth to the held-out one. The script ends with exit code 1 if a held-out prompt shares a passage of 80 characters with
+a prompt of training, instructions apart.
 """
 
 import argparse
@@ -24,13 +26,13 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import NamedTuple
 
-from pydoc_data.topics import topics
-
-KINDS = ("complete", "explain", "use", "rewrite", "long")
+KINDS = {"complete": 2, "explain": 6, "use": 6, "rewrite": 4, "long": 1}  # parts of a kind in what is trained
 SHARED = 80  # characters in a row that no two sides may share
 LONG = range(2000, 8001)  # tokens
+COMPLETE = "Complete this function.\n\n```python\n{text}```"
 REWRITES = (
     "Summarise this text in three sentences.",
     "Explain this text to someone who has just begun to program.",
@@ -55,17 +57,18 @@ class Prompt(NamedTuple):
     source: str
     text: str
     ask: str  # instructions, with {text} where the text stands
+    answer: str = ""  # the source's own
 
     @property
-    def row(self) -> dict:
-        content = self.ask.replace("{text}", self.text)
-        return {"kind": self.kind, "source": self.source, "messages": [{"role": "user", "content": content}]}
+    def messages(self) -> list[dict]:
+        return [{"role": "user", "content": self.ask.replace("{text}", self.text)}]
 
 
 def complete(human_eval: Path) -> Iterator[Prompt]:
     with gzip.open(human_eval, "rt", encoding="utf-8") as lines:
         for row in map(json.loads, lines):
-            yield Prompt("complete", row["task_id"], row["prompt"], "Complete this function.\n\n```python\n{text}```")
+            answer = f"```python\n{row['prompt']}{row['canonical_solution']}```"
+            yield Prompt("complete", row["task_id"], row["prompt"], COMPLETE, answer)
 
 
 def modules() -> Iterator[tuple[str, str]]:
@@ -130,13 +133,32 @@ def pieces(text: str) -> set[str]:
     return {text[start : start + SHARED] for start in starts if start + SHARED <= len(text)}
 
 
+def mixed(pools: dict[str, list[Prompt]], count: int) -> list[Prompt]:
+    """`count` prompts in rounds, each with KINDS' parts of what is left."""
+    prompts: list[Prompt] = []
+    while len(prompts) < count and any(pools.values()):
+        prompts += [pools[kind].pop() for kind, parts in KINDS.items() for _ in range(parts) if pools[kind]]
+    return prompts[:count]
+
+
+def write(path: Path, name: str, prompts: list[Prompt], answered: bool = False) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for prompt in prompts:
+            answer = [{"role": "assistant", "content": prompt.answer}] if answered else []
+            row = {"kind": prompt.kind, "source": prompt.source, "messages": prompt.messages + answer}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    counts = {kind: sum(prompt.kind == kind for prompt in prompts) for kind in KINDS}
+    print(f"{name:18} {len(prompts):5} prompts", {kind: count for kind, count in counts.items() if count})
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", required=True, help="the target's, to count tokens")
     parser.add_argument("--human-eval", type=Path, metavar="FILE", help="HumanEval.jsonl.gz; without it no `complete`")
-    parser.add_argument("--count", type=int, default=1500, help="prompts to train on, as even among kinds as they last")
-    parser.add_argument("--held-out", type=int, default=24, help="held-out prompts of each kind")
+    parser.add_argument("--count", type=int, default=1500, help="prompts to train on")
+    parser.add_argument("--held-out", type=int, default=24, help="held-out prompts of each kind, at most")
     options = parser.parse_args()
     from transformers import AutoTokenizer
 
@@ -150,20 +172,16 @@ def main() -> int:
     seen = set().union(*(pieces(prompt.text) for prompts in held_out.values() for prompt in prompts))
     pools = {kind: [each for each in found[kind, False] if not pieces(each.text) & seen] for kind in KINDS}
     dropped = sum(len(found[kind, False]) - len(pools[kind]) for kind in KINDS)
-    train: list[Prompt] = []
     for pool in pools.values():
         draw.shuffle(pool)
-    while len(train) < options.count and any(pools.values()):
-        train += [pool.pop() for pool in pools.values() if pool]
-    train = train[: options.count]
-    draw.shuffle(train)
+    train = mixed(pools, options.count)
+    for name, prompts in (("train/greedy", train[::2]), ("train/sampled", train[1::2])):
+        write(options.folder / f"{name}.jsonl", name, prompts)
+    for kind, prompts in held_out.items():
+        write(options.folder / "held-out" / f"{kind}.jsonl", f"held-out/{kind}", prompts)
+    answered = [prompt for prompt in train if prompt.answer]
+    write(options.folder / "foreign.jsonl", "foreign", answered, answered=True)
     shared = seen & set().union(*(pieces(prompt.text) for prompt in train))
-    (options.folder / "held-out").mkdir(parents=True, exist_ok=True)
-    for name, prompts in [("train", train), *((f"held-out/{kind}", each) for kind, each in held_out.items())]:
-        lines = (json.dumps(prompt.row, ensure_ascii=False) + "\n" for prompt in prompts)
-        (options.folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-        by_kind = {kind: sum(prompt.kind == kind for prompt in prompts) for kind in KINDS}
-        print(name, len(prompts), {kind: count for kind, count in by_kind.items() if count})
     print(f"{dropped} prompts dropped, because they share {SHARED} characters with held-out ones; now {len(shared)} do")
     return 1 if shared else 0
 
