@@ -8,13 +8,35 @@ from typing import Any, NamedTuple
 
 import torch
 from jinja2 import TemplateError
-from transformers import StoppingCriteriaList
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface, StoppingCriteriaList
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from eagle3.regeneration.endpoint import Answer, Refused
 from eagle3.targets.checkpoint import load_causal_lm, load_tokenizer
 
 CONCURRENCY = 256  # requests among which those of similar length are found
 TURNS = 32  # of the event loop in which whoever is about to ask asks
+
+
+GROUPED = "sdpa_of_groups"
+
+
+def _attend(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any) -> Any:
+    """transformers' attention, which copies keys and values for each query head of a group before it reads them. For
+    one new token, the heads of a group [B, H, 1, D] are as well queries of one head [B, H_kv, H / H_kv, D]."""
+    if query.shape[2] > 1:
+        return sdpa_attention_forward(module, query, key, value, mask, **given)
+    batch, heads, _, size = query.shape
+    queries = query.reshape(batch, key.shape[1], -1, size)
+    out = scaled_dot_product_attention(queries, key, value, attn_mask=mask, scale=given.get("scaling"))
+    return out.reshape(batch, 1, heads, size), None
+
+
+AttentionInterface.register(GROUPED, _attend)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 class _Request(NamedTuple):
@@ -39,6 +61,8 @@ class LocalTarget:
     def __init__(self, name: str, batch_tokens: int, device: torch.device) -> None:
         dtype = "auto" if device.type == "cuda" else torch.float32
         self.model = load_causal_lm(name, None, False, dtype).to(device).eval()
+        if self.model.config._attn_implementation == "sdpa":
+            self.model.set_attn_implementation(GROUPED)
         self.tokenizer = load_tokenizer(name)
         self.url, self.batch_tokens, self.concurrency = name, batch_tokens, CONCURRENCY
         self.dead, self.failures = None, 0
@@ -63,11 +87,9 @@ class LocalTarget:
     def _prompt(self, body: dict[str, Any]) -> list[int]:
         if body.get("tools") or any("tool_calls" in message for message in body["messages"]):
             raise Refused("tools, whose calls only a server parses; ask one with --endpoint")
-        variables = body.get("chat_template_kwargs", {})
+        options = {"add_generation_prompt": True, "return_dict": True, **body.get("chat_template_kwargs", {})}
         try:
-            encoded = self.tokenizer.apply_chat_template(
-                body["messages"], add_generation_prompt=True, return_dict=True, **variables
-            )
+            encoded = self.tokenizer.apply_chat_template(body["messages"], **options)
         except (TemplateError, ValueError) as error:
             raise Refused(f"the chat template does not take it ({error})") from error
         room = self.model.config.get_text_config(decoder=True).max_position_embeddings - len(encoded["input_ids"])
@@ -82,8 +104,7 @@ class LocalTarget:
                 for _ in range(TURNS):
                     await asyncio.sleep(0)
             batch = self._batch()
-            taken = set(map(id, batch))
-            self.waiting = [request for request in self.waiting if id(request) not in taken]
+            self.waiting = [request for request in self.waiting if request not in batch]
             try:
                 answers = await asyncio.to_thread(self._generate, batch)
             except Exception as error:
@@ -105,22 +126,26 @@ class LocalTarget:
     def _generate(self, batch: Sequence[_Request]) -> list[Answer]:
         body, longest = batch[0].body, max(len(request.prompt) for request in batch)
         config = copy.deepcopy(self.model.generation_config)
-        config.update(max_new_tokens=body["max_tokens"], max_length=None, pad_token_id=self.tokenizer.pad_token_id or 0)
+        config.update(
+            max_new_tokens=body["max_tokens"],
+            max_length=None,
+            pad_token_id=self.tokenizer.pad_token_id or 0,
+            top_p=body.get("top_p", config.top_p),
+        )
         if "temperature" in body:
             config.update(do_sample=body["temperature"] > 0, temperature=body["temperature"] or None)
-        if "top_p" in body:
-            config.update(top_p=body["top_p"])
         ids = torch.tensor([[0] * (longest - len(request.prompt)) + request.prompt for request in batch])
         mask = torch.tensor([[0] * (longest - len(request.prompt)) + [1] * len(request.prompt) for request in batch])
         if "seed" in body:
             torch.manual_seed(zlib.crc32(ids.numpy().tobytes(), body["seed"]))
-        device = self.model.device
         try:
             out = self.model.generate(
-                ids.to(device),
-                attention_mask=mask.to(device),
+                ids.to(self.model.device),
+                attention_mask=mask.to(self.model.device),
                 generation_config=config,
-                stopping_criteria=StoppingCriteriaList([self._stops]),
+                stopping_criteria=StoppingCriteriaList(
+                    [lambda ids, _: ids.new_full(ids.shape[:1], self.closed).bool()]
+                ),
             )
         except torch.OutOfMemoryError as error:
             if len(batch) == 1:
@@ -130,12 +155,9 @@ class LocalTarget:
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         return [self._answer(row, ends) for row in out[:, longest:].tolist()]
 
-    def _stops(self, ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        return torch.full((len(ids),), self.closed, device=ids.device)
-
     def _answer(self, tokens: list[int], ends: list[int]) -> Answer:
         end = next((place for place, token in enumerate(tokens) if token in ends), None)
-        content = self.tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        choice = {"message": {"content": content}, "finish_reason": "length" if end is None else "stop"}
-        count = len(tokens) if end is None else end + 1
-        return Answer.model_validate({"choices": [choice], "usage": {"completion_tokens": count}})
+        reason, count = ("length", len(tokens)) if end is None else ("stop", end + 1)
+        message = {"content": self.tokenizer.decode(tokens[:end], skip_special_tokens=True)}
+        choices = [{"message": message, "finish_reason": reason}]
+        return Answer.model_validate({"choices": choices, "usage": {"completion_tokens": count}})
