@@ -70,7 +70,7 @@ SIZES = {
     "night": Size(1500, 24, 256, 24, 128, CONTEXTS, 8, EVERY, True),
     "gpu": Size(1500, 24, 256, 6, 64, CONTEXTS, 4, EVERY, True),
     "small": Size(160, 5, 192, 3, 48, "512,2048", 2, (*CURVE, "window-512"), False),
-    "dry": Size(24, 1, 8, 1, 4, "512", 1, EVERY, True),
+    "dry": Size(24, 1, 8, 1, 8, CONTEXTS, 1, EVERY, True),
 }
 
 
@@ -139,6 +139,7 @@ class Run:
         began = time.monotonic()
         with log.open("ab") as file:
             file.write(f"$ {' '.join(command)}\n".encode())
+            file.flush()
             process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, env=env)
             _, status, used = os.wait4(process.pid, 0)
         process.returncode = code = os.waitstatus_to_exitcode(status)
@@ -158,7 +159,8 @@ class Run:
 
     def keys(self, *more: str, data: str = "all") -> list[str]:
         """Arguments of a launcher: the recipe, and the keys that this run sets."""
-        formats = ("training.dtype=bfloat16", "model.target_dtype=bfloat16") if self.gpu else ()
+        half = self.gpu and self.size is not SIZES["dry"]  # which a CPU may compute very slowly
+        formats = ("training.dtype=bfloat16", "model.target_dtype=bfloat16") if half else ()
         return [
             str(RECIPE),
             f"model.target={self.target}",
@@ -185,12 +187,13 @@ class Run:
 
     def answers(self) -> dict[str, Any]:
         batch = 262_144 if self.gpu else 32_768
-        asked = {f"train/{name}": (name, temperature) for name, temperature in TEMPERATURES.items()}
-        asked |= {f"held-out/{path.stem}": ("held-out", 0.0) for path in self._held_out()}
-        for source, (name, temperature) in asked.items():
+        train = self.out / "prompts" / "train"
+        asked = {name: ([train / f"{name}.jsonl"], temperature) for name, temperature in TEMPERATURES.items()}
+        (self.out / "answers").mkdir(exist_ok=True)
+        for name, (prompts, temperature) in (asked | {"held-out": (self._held_out(), 0.0)}).items():
             self.launch(
                 *(ROOT / "launchers" / "regenerate.py", "--target", self.target),
-                *("--data", self.out / "prompts" / f"{source}.jsonl", "--out", self.out / "answers" / f"{name}.jsonl"),
+                *("--data", *prompts, "--out", self.out / "answers" / f"{name}.jsonl"),
                 *("--max-tokens", self.size.answer_tokens, "--truncated", "keep", "--batch-tokens", batch),
                 *("--temperature", temperature, "--seed", 1),
             )
