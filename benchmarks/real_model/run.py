@@ -294,8 +294,9 @@ class Run:
         drafts |= {path.name: path for path in sorted((self.out / "faults").iterdir())}
         (self.out / "diagnoses").mkdir(exist_ok=True)
         for name, draft in drafts.items():
-            given = "--draft", draft, "--out", self.out / "diagnoses" / f"{name}.json"
-            self.launch(ROOT / "launchers" / "diagnose.py", *self.keys(), *given, fine=1)  # 1: it found something
+            if not (result := self.out / "diagnoses" / f"{name}.json").exists():
+                given = "--draft", draft, "--out", result
+                self.launch(ROOT / "launchers" / "diagnose.py", *self.keys(), *given, fine=1)  # 1: it found something
 
     def tables(self) -> None:
         self.launch(HERE / "tables.py", self.out)
