@@ -3,6 +3,7 @@
 Writes OUT/results.json, without paths, OUT/tables.md and two charts, and prints the tables.
 """
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -13,8 +14,6 @@ import numpy as np
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 from reporting import headline, origin, table  # noqa: E402
-
-from eagle3.reporting.plot import BLUE, ORANGE, Plot, Series, context_axis, count_axis, image, number_axis  # noqa: E402
 
 WIDE = 7.0  # inches of a chart
 OF_ALL = {"full": 1, "half": 2, "quarter": 4, "eighth": 8}
@@ -46,7 +45,7 @@ def _written(path: Path) -> float:
 
 def _draft(folder: Path) -> dict[str, Any]:
     measured = lines(folder / "metrics.jsonl")
-    steps = [each for each in measured if each["kind"] == "step"]
+    steps = [each for each in measured if each["kind"] == "train"]
     held_out = [each for each in measured if each["kind"] == "held_out"]
     found: dict[str, Any] = {
         "steps": len(steps),
@@ -162,7 +161,9 @@ def _contexts(drafts: dict[str, Any]) -> str:
     return table("By context.", head, rows)
 
 
-def charts(drafts: dict[str, Any]) -> dict[str, Plot]:
+def charts(drafts: dict[str, Any]) -> dict[str, bytes]:
+    from eagle3.reporting.plot import BLUE, ORANGE, Plot, Series, context_axis, count_axis, image, number_axis
+
     curve = sorted((drafts[name]["supervised"], name) for name in OF_ALL if name in drafts)
     tokens = np.array([count for count, _ in curve], dtype=float)
     lengths = np.array([1 + drafts[name]["held_out"][-1]["simulated_acceptance_length"] for _, name in curve])
@@ -194,7 +195,7 @@ def charts(drafts: dict[str, Any]) -> dict[str, Plot]:
             number_axis("acceptance length", [each.y for each in series]),
             series,
         )
-    return plots
+    return {name: image(plot, "png", WIDE) for name, plot in plots.items()}
 
 
 def main() -> None:
@@ -203,9 +204,12 @@ def main() -> None:
     (out / "results.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     text = tables(document)
     (out / "tables.md").write_text(text, encoding="utf-8")
-    for name, plot in charts(document["drafts"]).items():
-        (out / f"{name}.png").write_bytes(image(plot, "png", WIDE))
     print(text)
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no charts, because matplotlib is not installed")
+        return
+    for name, chart in charts(document["drafts"]).items():
+        (out / f"{name}.png").write_bytes(chart)
 
 
 if __name__ == "__main__":
