@@ -8,21 +8,21 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from eagle3.command_line import Parser
+from eagle3.command_line import Parser, slow_imports
 from eagle3.console import Console, Say, silence_libraries, waiting
 from eagle3.errors import UserError, run_command, shown
 from eagle3.parsing import parse_json
 from eagle3.regeneration.answers import AnswerFile
 from eagle3.regeneration.endpoint import Endpoint, endpoint_urls, exposed, find_model
-from eagle3.regeneration.local import LocalTarget
 from eagle3.regeneration.regenerate import regenerate
 from eagle3.regeneration.turns import Generation
 from eagle3.text.conversations import Conversation, iterate_conversations
 from eagle3.text.rows import MalformedRows
+
+if TYPE_CHECKING:  # asking a server must not wait for transformers to load
+    from eagle3.regeneration.local import LocalTarget
 
 
 def main() -> int:
@@ -136,8 +136,13 @@ def running(options: argparse.Namespace, console: Console) -> tuple[str, list[En
     return served.model, [Endpoint(url, key, served.model, **limits) for url in served.urls]
 
 
-def local(options: argparse.Namespace, console: Console) -> tuple[str, list[LocalTarget]]:
+def local(options: argparse.Namespace, console: Console) -> "tuple[str, list[LocalTarget]]":
     """The checkpoint, on this machine's GPU if it has one."""
+    with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
+        import torch
+
+        from eagle3.regeneration.local import LocalTarget
+
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with waiting(console, f"loading {options.target}"):
         return options.target, [LocalTarget(options.target, options.batch_tokens, device)]

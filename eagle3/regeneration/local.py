@@ -19,8 +19,6 @@ from eagle3.targets.checkpoint import load_causal_lm, load_tokenizer
 
 CONCURRENCY = 256  # requests among which those of similar length are found
 TURNS = 32  # of the event loop in which whoever is about to ask asks
-
-
 GROUPED = "sdpa_of_groups"
 
 
@@ -65,10 +63,9 @@ class LocalTarget:
             self.model.set_attn_implementation(GROUPED)
         self.tokenizer = load_tokenizer(name)
         self.url, self.batch_tokens, self.concurrency = name, batch_tokens, CONCURRENCY
-        self.dead, self.failures = None, 0
+        self.dead, self.failures, self.closed = None, 0, False
         self.waiting: list[_Request] = []
         self.serving: asyncio.Task[None] | None = None
-        self.closed = False
 
     async def chat(self, body: dict[str, Any]) -> Answer:
         """Request one answer. Raises Refused."""
@@ -159,5 +156,6 @@ class LocalTarget:
         end = next((place for place, token in enumerate(tokens) if token in ends), None)
         reason, count = ("length", len(tokens)) if end is None else ("stop", end + 1)
         message = {"content": self.tokenizer.decode(tokens[:end], skip_special_tokens=True)}
-        choices = [{"message": message, "finish_reason": reason}]
-        return Answer.model_validate({"choices": choices, "usage": {"completion_tokens": count}})
+        return Answer.model_validate(
+            {"choices": [{"message": message, "finish_reason": reason}], "usage": {"completion_tokens": count}}
+        )

@@ -5,15 +5,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from eagle3.console import Progress
 from eagle3.errors import UserError
 from eagle3.regeneration.answers import AnswerFile
 from eagle3.regeneration.endpoint import Endpoint, Refused, Unfit
-from eagle3.regeneration.local import LocalTarget
 from eagle3.regeneration.turns import Generation, LeftOut, Plan, Work, plan_of
 from eagle3.servers import NoAnswer
 from eagle3.text.conversations import Conversation
+
+if TYPE_CHECKING:  # asking a server must not wait for transformers to load
+    from eagle3.regeneration.local import LocalTarget
 
 MOST_TRIES = 4  # for one conversation, before this run gives it up
 MOST_FAILED = 16  # conversations in a row that are given up at an endpoint before the endpoint is left out
@@ -130,7 +133,7 @@ class Regeneration:
             if plan.id in self.file.left_out and not repeated:
                 self.summary.leave_out(plan.origin, self.file.left_out[plan.id])
 
-    async def run(self, endpoints: Sequence[Endpoint | LocalTarget]) -> None:
+    async def run(self, endpoints: "Sequence[Endpoint | LocalTarget]") -> None:
         self.queue = Queue(self.plans())
         slots = (endpoint for endpoint in endpoints for _ in range(endpoint.concurrency))
         tasks = [asyncio.create_task(self.work(endpoint)) for endpoint in slots]
@@ -242,7 +245,7 @@ def regenerate(
     conversations: Iterable[Conversation],
     total: int,
     file: AnswerFile,
-    endpoints: Sequence[Endpoint | LocalTarget],
+    endpoints: "Sequence[Endpoint | LocalTarget]",
     generation: Generation,
     report: Callable[[str], None],
     progress: Callable[[str], None],
