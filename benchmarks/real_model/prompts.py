@@ -84,9 +84,9 @@ def modules() -> Iterator[tuple[str, str]]:
             continue
 
 
-def functions(module: str, text: str) -> Iterator[tuple[str, str]]:
+def functions(module: str, text: str, tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Names and sources of a module's own public functions of 6 to 40 lines."""
-    for node in ast.parse(text).body:
+    for node in tree.body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             source = ast.get_source_segment(text, node) or ""
             if 6 <= source.count("\n") <= 40:
@@ -110,11 +110,11 @@ def candidates(human_eval: Path | None, count_tokens, draw: random.Random) -> It
     if human_eval is not None:
         yield from complete(human_eval)
     for module, text in modules():
-        package = module.partition(".")[0]
-        for name, source in functions(module, text):
+        package, tree = module.partition(".")[0], ast.parse(text)
+        for name, source in functions(module, text, tree):
             yield Prompt("explain", package, source, draw.choice(EXPLAINS) + "\n\n```python\n{text}\n```")
             yield Prompt("use", package, "", draw.choice(USES).replace("{name}", f"`{name}`"))
-        classes = [node.name for node in ast.parse(text).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+        classes = [node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
         if classes and len(text) < 12 * LONG.stop and count_tokens(text) in LONG:
             ask = f"\n\nIn the file above, what is `{draw.choice(classes)}` for, and how is it used by the rest?"
             yield Prompt("long", package, text, "```python\n{text}\n```" + ask)

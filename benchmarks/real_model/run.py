@@ -38,14 +38,15 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from prompts import KINDS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 RECIPE = ROOT / "recipes" / "smollm2-135m.yaml"
-KINDS = ("complete", "explain", "use", "rewrite", "long")
 TEMPERATURES = {"greedy": 0.0, "sampled": 0.7}
 
 
@@ -259,7 +260,7 @@ class Run:
         deepspeed = "--deepspeed", ROOT / "ds_configs" / "zero2.json"
         self.launch(ROOT / "launchers" / "train.py", *deepspeed, *keys, *resumed)
 
-    def _prompts(self, kinds: tuple[str, ...] = KINDS) -> Iterator[str]:
+    def _prompts(self, kinds: Collection[str] = KINDS) -> Iterator[str]:
         """Arguments of evaluate.py: the first held-out prompts of each kind."""
         folder = self.out / "judged-prompts"
         folder.mkdir(exist_ok=True)

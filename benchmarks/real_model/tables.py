@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from prompts import KINDS
+from run import CURVE, TEMPERATURES
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 from reporting import headline, origin, table  # noqa: E402
 
 WIDE = 7.0  # inches of a chart
-OF_ALL = {"full": 1, "half": 2, "quarter": 4, "eighth": 8}
 
 
 def read(path: Path) -> Any:
@@ -30,7 +31,7 @@ def lines(path: Path) -> list[Any]:
 def collect(out: Path) -> dict[str, Any]:
     """All that the run's files say, without its paths."""
     runs = {folder.name: folder for folder in sorted((out / "runs").iterdir())}
-    answers = {name: read(out / "answers" / f"{name}.jsonl.record" / "summary.json") for name in ("greedy", "sampled")}
+    answers = {name: read(out / "answers" / f"{name}.jsonl.record" / "summary.json") for name in TEMPERATURES}
     return origin() | {
         "stages": {path.stem: read(path) for path in sorted((out / "stages").glob("*.json"), key=_written)},
         "answers": {name: {key: each[key] for key in ("rows", "tokens", "seconds")} for name, each in answers.items()},
@@ -132,7 +133,7 @@ def _by_kind(drafts: dict[str, Any]) -> str:
         if (judged := draft[key]) and judged["sets"]
     }
     every = {kind for sets in columns.values() for kind in sets}
-    kinds = [kind for kind in ("complete", "explain", "use", "rewrite", "long") if kind in every]
+    kinds = [kind for kind in KINDS if kind in every]
     rows = [[kind, *(_cell(sets.get(kind)) for sets in columns.values())] for kind in kinds]
     return table("Acceptance length by kind of text.", ["kind", *columns], rows)
 
@@ -164,7 +165,7 @@ def _contexts(drafts: dict[str, Any]) -> str:
 def charts(drafts: dict[str, Any]) -> dict[str, bytes]:
     from eagle3.reporting.plot import BLUE, ORANGE, Plot, Series, context_axis, count_axis, image, number_axis
 
-    curve = sorted((drafts[name]["supervised"], name) for name in OF_ALL if name in drafts)
+    curve = sorted((drafts[name]["supervised"], name) for name in CURVE if name in drafts)
     tokens = np.array([count for count, _ in curve], dtype=float)
     lengths = np.array([1 + drafts[name]["held_out"][-1]["simulated_acceptance_length"] for _, name in curve])
     plots = {
