@@ -53,6 +53,7 @@ def _draft(folder: Path) -> dict[str, Any]:
         "supervised": sum(each["supervised"] for each in steps),
         "held_out": [{key: each[key] for key in ("step", "loss", "simulated_acceptance_length")} for each in held_out],
         "by_context": _by_context(read(folder / "by_context.json")),
+        "batches": read(folder / "batches.json"),
     }
     for name in ("evaluation", "sampled", "served"):
         judged = read(folder / f"{name}.json")
@@ -89,8 +90,9 @@ def _diagnosis(found: dict[str, Any]) -> dict[str, Any]:
 
 def tables(document: dict[str, Any]) -> str:
     drafts = document["drafts"]
-    parts = [f"{headline(document)}.", _stages(document), _curve(drafts), _by_kind(drafts), _contexts(drafts)]
-    return "\n\n".join(parts) + "\n"
+    parts = [_stages(document), _plan(document), _curve(drafts), _by_kind(drafts), _contexts(drafts)]
+    parts += [_batches(drafts["full"]["batches"]), _diagnoses(document["diagnoses"])]
+    return "\n\n".join([f"{headline(document)}.", *filter(None, parts)]) + "\n"
 
 
 def _stages(document: dict[str, Any]) -> str:
@@ -104,6 +106,14 @@ def _stages(document: dict[str, Any]) -> str:
         for name, stage in document["stages"].items()
     ]
     return table("Stages.", ["stage", "minutes", "processor minutes", "peak memory"], rows)
+
+
+def _plan(document: dict[str, Any]) -> str:
+    plan, stages = document["stages"]["plan"]["plan"], document["stages"]
+    rows = [
+        ["hidden states on disk", f"{plan['disk_bytes'] / 1e9:.2f} GB", f"{stages['capture']['bytes'] / 1e9:.2f} GB"],
+    ]
+    return table("What plan.py said, and what was taken.", ["", "planned", "taken"], rows)
 
 
 def _curve(drafts: dict[str, Any]) -> str:
@@ -160,6 +170,32 @@ def _contexts(drafts: dict[str, Any]) -> str:
     ]
     head = ["context", "draft", "conversations", "acceptance length", "speed-up promised", "measured"]
     return table("By context.", head, rows)
+
+
+def _batches(measured: list[dict[str, Any]] | None) -> str:
+    def rate(draft: str, at_a_time: int) -> float:
+        passes = [each for each in measured if (each["draft"], each["at_a_time"]) == (draft, at_a_time)]
+        return sum(each["tokens"] for each in passes) / sum(each["seconds"] for each in passes)
+
+    rows = []
+    for at_a_time in sorted({each["at_a_time"] for each in measured or ()}):
+        drafted, plain = rate("with", at_a_time), rate("without", at_a_time)
+        rows.append([at_a_time, f"{drafted:.1f}", f"{plain:.1f}", f"{drafted / plain:.2f}"])
+    head = ["requests at a time", "tokens/s with the draft", "without", "speed-up"]
+    return table("SGLang, greedy.", head, rows) if rows else ""
+
+
+def _diagnoses(found: dict[str, Any]) -> str:
+    rows = [
+        [
+            name,
+            f"{each['accepted']:.2f}",
+            "; ".join(f"{fault['name']} ({fault['accepted']:.2f})" for fault in each["faults"]),
+        ]
+        for name, each in found.items()
+    ]
+    head = ["draft", "accepted drafts", "what diagnose.py names (accepted drafts without it)"]
+    return table("Diagnosis.", head, rows) if rows else ""
 
 
 def charts(drafts: dict[str, Any]) -> dict[str, bytes]:
