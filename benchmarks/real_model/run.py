@@ -236,7 +236,8 @@ class Run:
         return {"plan": json.loads(subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, check=True).stdout)}
 
     def capture(self) -> dict[str, Any]:
-        files = [path for name in ("all", "foreign") if (path := self.out / "data" / f"{name}.jsonl").stat().st_size]
+        names = [name for name in ("all", "foreign") if name == "all" or name in self.size.drafts]
+        files = [path for name in names if (path := self.out / "data" / f"{name}.jsonl").stat().st_size]
         everything = f"data.train=[{','.join(map(str, files))}]"
         backend = ("target.backend=sglang", "target.memory_fraction=0.3") if self.sglang else ()
         self.launch(ROOT / "launchers" / "capture.py", *self.keys(everything, *backend), env=self._environment())

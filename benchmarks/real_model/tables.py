@@ -51,6 +51,8 @@ def _draft(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {
         "steps": len(steps),
         "supervised": sum(each["supervised"] for each in steps),
+        "peak_gib": max((each["memory_gib"] for each in steps), default=None),
+        "started": {key: (read(folder / "run.json") or {}).get(key) for key in ("data", "memory", "draft")},
         "held_out": [{key: each[key] for key in ("step", "loss", "simulated_acceptance_length")} for each in held_out],
         "by_context": _by_context(read(folder / "by_context.json")),
         "batches": read(folder / "batches.json"),
@@ -109,11 +111,21 @@ def _stages(document: dict[str, Any]) -> str:
 
 
 def _plan(document: dict[str, Any]) -> str:
-    plan, stages = document["stages"]["plan"]["plan"], document["stages"]
+    stages, drafts = document["stages"], document["drafts"]
+    token, full = stages["plan"]["plan"]["hidden_states_per_token"], drafts["full"]["started"]
+    stored = [full["data"]["train"], full["data"]["held_out"]]
+    if "foreign" in drafts:
+        stored.append(drafts["foreign"]["started"]["data"]["train"])
+    planned = sum(
+        token["supervised"] * each["supervised"] + token["prompt"] * (each["tokens"] - each["supervised"])
+        for each in stored
+    )
+    memory = full["memory"]["before_gib"] + full["memory"]["estimate_gib"]
     rows = [
-        ["hidden states on disk", f"{plan['disk_bytes'] / 1e9:.2f} GB", f"{stages['capture']['bytes'] / 1e9:.2f} GB"],
+        ["hidden states on disk", f"{planned / 1e9:.3f} GB", f"{stages['capture']['bytes'] / 1e9:.3f} GB"],
+        ["training, memory at its peak", f"{memory:.1f} GiB", f"{drafts['full']['peak_gib']:.1f} GiB"],
     ]
-    return table("What plan.py said, and what was taken.", ["", "planned", "taken"], rows)
+    return table("What the planner said, and what was taken.", ["", "planned", "taken"], rows)
 
 
 def _curve(drafts: dict[str, Any]) -> str:
