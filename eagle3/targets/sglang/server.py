@@ -89,7 +89,8 @@ class EngineOptions:
 
 def server_command(options: EngineOptions, flags: Sequence[str], port: int, host: str = "127.0.0.1") -> list[str]:
     """The words of the command line. Unless `host` says otherwise, the server is reachable only from this machine."""
-    network_flags = ["--host", host, "--port", str(port), "--log-level", "warning"]
+    # Its own first request would wait behind ours, and a server that gets no answer in ten minutes ends.
+    network_flags = ["--host", host, "--port", str(port), "--log-level", "warning", "--skip-server-warmup"]
     return [sys.executable, "-m", "sglang.launch_server", *options.flags(), *flags, *network_flags]
 
 
