@@ -21,8 +21,8 @@ Stages, each of which is skipped if it was done:
     train      drafts: full attention with all of the data, 1/2, 1/4 and 1/8; windows of 512 and 128; and on HumanEval
                alone, with its own solutions and with the target's answers (--small: without the last three)
     judge      acceptance by kind of text, greedy and at temperature 1, and by context
-    serve      the same prompts in SGLang, judged one at a time and then timed one and four at a time, if it is
-               installed (on a CPU: tests/sglang_cpu)
+    serve      the same prompts in SGLang, judged one at a time, and the short ones timed one and four at a time, if it
+               is installed (on a CPU: tests/sglang_cpu)
     diagnose   the draft with full attention, as it is and with five planted faults (not with --small)
     tables     everything measured, as tables.py writes it: results.json, tables.md, charts
 
@@ -290,10 +290,10 @@ class Run:
     def serve(self) -> None:
         environment, prompts = self._environment(), list(self._prompts())
         self.evaluate("full", "served.json", *prompts, "--engine", "sglang", env=environment)
-        files = [word.partition("=")[2] for word in prompts if word != "--prompts"]
+        short = [word.partition("=")[2] for word in prompts if word != "--prompts" and not word.startswith("long=")]
         full = self.out / "runs" / "full"
         given = "--target", self.target, "--draft", full / "export", "--new-tokens", self.size.new_tokens
-        self.launch(HERE / "batches.py", full / "batches.json", *files, *given, env=environment)
+        self.launch(HERE / "batches.py", full / "batches.json", *short, *given, env=environment)
 
     def diagnose(self) -> None:
         self.launch(HERE / "faults.py", self.out / "runs" / "full" / "export", self.out / "faults")
