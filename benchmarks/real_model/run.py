@@ -260,7 +260,8 @@ class Run:
             data=draft.data,
         )
         deepspeed = "--deepspeed", ROOT / "ds_configs" / "zero2.json"
-        self.launch(ROOT / "launchers" / "train.py", *deepspeed, *keys, *resumed)
+        # with SGLang's environment, as it loads the export to check it
+        self.launch(ROOT / "launchers" / "train.py", *deepspeed, *keys, *resumed, env=self._environment())
 
     def _prompts(self, kinds: Collection[str] = KINDS) -> Iterator[str]:
         """Arguments of evaluate.py: the first held-out prompts of each kind."""
