@@ -102,7 +102,7 @@ def stream_of(tokens: int, supervised: float, vocabulary: int, documents: int = 
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (tokens,), generator=generator).tensor_split(documents)
     masks = [torch.arange(len(each)) >= len(each) - max(2, round(supervised * len(each))) for each in ids]
-    return Stream.pack(ids, masks)
+    return Stream.pack(ids, masks, "reference")
 
 
 def random_rows(

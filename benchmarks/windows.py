@@ -95,7 +95,7 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
         best: dict[str, float] = {}
         for _ in range(rounds):
             clock = Clock(best)
-            stream = Stream.pack([ids], [mask])
+            stream = Stream.pack([ids], [mask], "reference")
             plan = plan_sequence(stream, STEPS, window=case.window)
             clock.tick("plan_seconds")
             (rows,) = store.read([RowRequest(sample.id, plan.rows, plan.teacher)])

@@ -72,8 +72,8 @@ def forced_drafts(
     for batch in length_buckets([len(text.ids) for text in texts], PACKED_TOKENS):
         # A chain after token s + 1 begins at row s, and ends with token s + 1 + draft_tokens.
         chains = [range(texts[i].prompt - 1, len(texts[i].ids) - 1 - draft_tokens) for i in batch]
-        answers = [torch.arange(len(texts[i].ids)) >= texts[i].prompt - 1 for i in batch]  # where they are predicted
-        stream = Stream.pack([texts[i].ids for i in batch], answers)
+        answers = [torch.arange(len(texts[i].ids)) >= texts[i].prompt for i in batch]
+        stream = Stream.pack([texts[i].ids for i in batch], answers, "served")
         plan = plan_sequence(stream, draft_tokens, window=draft.draft_config.window)
         states = torch.cat([aux[i] for i in batch])[plan.rows]
         inputs = unroll_inputs(stream, plan, draft_tokens, states.to(draft.fc.weight.dtype))

@@ -262,6 +262,7 @@ def _trainer(
     make = _batch_maker(job, supply, draft, topology).micro_batch
     place = {
         "steps": training.ttt_steps,
+        "rule": training.rows,
         "sharding": SequenceSharding(sizes.ulysses, sizes.ring, sizes.layout, sizes.query_selection),
         "data": topology.data,
         "sequence": topology.sequence,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from eagle3.kernels.proof import Demand
 from eagle3.objective.losses import BatchCounts, LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
+from eagle3.parallel.rows import Rule
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.schema import Training
@@ -41,15 +42,19 @@ class GoldenCase:
 
     draft: ExportedDraft  # draft.safetensors with config.json
     inputs: dict[str, Tensor]  # the tensors of inputs.safetensors
+    rule: Rule  # which rows count: `rows` in the metadata of inputs.safetensors, or the reference's
 
 
 def read_case(folder: Path) -> GoldenCase:
     """Read a golden case. Raises UserError naming the file if the case is incomplete."""
-    inputs = read_tensors(folder / "inputs.safetensors")
+    path = folder / "inputs.safetensors"
+    inputs = read_tensors(path)
     missing = [name for name in INPUTS if name not in inputs]
     if missing:
-        raise UserError(f"{folder / 'inputs.safetensors'}: {missing[0]} is missing; a case holds {', '.join(INPUTS)}")
-    return GoldenCase(read_exported(folder, "draft.safetensors"), inputs)
+        raise UserError(f"{path}: {missing[0]} is missing; a case holds {', '.join(INPUTS)}")
+    with safe_open(path, "pt") as file:
+        rule = (file.metadata() or {}).get("rows", "reference")
+    return GoldenCase(read_exported(folder, "draft.safetensors"), inputs, rule)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -155,7 +160,7 @@ def _micro_batch(
         mine, loss_mask, real = [0], torch.zeros_like(loss_mask), torch.zeros_like(real)
         real[0, 0] = True
     ids, loss_mask, aux, last = ([each[row][real[row]] for row in mine] for each in (ids, loss_mask, aux, last))
-    stream, aux, last = Stream.pack(ids, loss_mask), torch.cat(aux), torch.cat(last)
+    stream, aux, last = Stream.pack(ids, loss_mask, case.rule), torch.cat(aux), torch.cat(last)
     plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.draft.config.window)
     exact = torch.promote_types(dtype, torch.float32)  # as in a capture
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))

@@ -9,6 +9,8 @@ from typing import Literal, NamedTuple, assert_never
 import torch
 from torch import Tensor
 
+from eagle3.parallel.rows import Rule, covered, taught
+
 Layout = Literal["contiguous", "zigzag"]
 QuerySelection = Literal["supervised", "all"]
 
@@ -29,7 +31,7 @@ class SequenceSharding:
     # Layout of the keys along the ring. `contiguous` gives each ring rank one run of rows. `zigzag` deals short runs
     # back and forth (0..R-1, R-1..0, ...), so that each ring rank holds the same share of whatever a query sees.
     layout: Layout = "zigzag"
-    # `supervised` unrolls the rows that are supervised in some step, `all` unrolls every row.
+    # `supervised` unrolls the rows that are taught in some step, `all` unrolls every row.
     query_selection: QuerySelection = "supervised"
     # Number of queries dealt at a time; None: derived from the number of queries.
     query_block: int | None = None
@@ -41,27 +43,31 @@ class SequenceSharding:
 
 @dataclass(frozen=True)
 class Stream:
-    """Documents back to back, without a batch dimension or padding. All tensors are [T], and the same on every rank."""
+    """Documents back to back, without a batch dimension or padding. All tensors are int64 and the same on every rank;
+    [T] unless something else is said."""
 
-    ids: Tensor  # int64 tokens
-    document: Tensor  # int64, index of each row's document, from 0
-    position: Tensor  # int64, from 0 in each document
-    end: Tensor  # int64, last row of each row's document
-    # bool; False in a document's last row, which has no successor (mask[last] = 0 in the definition)
-    supervised: Tensor
+    ids: Tensor  # tokens
+    document: Tensor  # index of each row's document, from 0
+    position: Tensor  # from 0 in each document
+    end: Tensor  # last row of each row's document
+    teacher: Tensor  # [M]: rows that teach, ascending
+    first: Tensor  # [M]: for each of them, the row of the first chain that it teaches
 
     @classmethod
-    def pack(cls, ids: Sequence[Tensor], loss_masks: Sequence[Tensor]) -> "Stream":
+    def pack(cls, ids: Sequence[Tensor], loss_masks: Sequence[Tensor], rule: Rule) -> "Stream":
         """Packs one or more documents, none of them empty. ids, loss_masks: for each document a tensor [T_i], int64 or
-        bool."""
+        bool. rule: says which rows teach."""
         lengths = torch.tensor([len(document) for document in ids])
         assert len(lengths) and int(lengths.min()) > 0, "a stream holds documents that are not empty"
         document = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         stops = lengths.cumsum(0)
         rows = torch.arange(int(stops[-1]))
-        end = stops[document] - 1
-        supervised = torch.cat(list(loss_masks)).bool() & (rows < end)
-        return cls(torch.cat(list(ids)).long(), document, rows - (stops - lengths)[document], end, supervised)
+        starts = stops - lengths
+        within = [taught(mask.bool(), rule) for mask in loss_masks]
+        teacher, first = (torch.cat([rows + start for rows, start in zip(each, starts, strict=True)]) for each in zip(*within, strict=True))
+        return cls(
+            torch.cat(list(ids)).long(), document, rows - starts[document], stops[document] - 1, teacher, first
+        )
 
     @property
     def tokens(self) -> int:
@@ -84,21 +90,26 @@ class SequencePlan:
     """One rank's part of a stream, for K steps.
 
     Rows are in ascending order. Keys and queries are padded with -1 to the same number on every rank. All tensors are
-    int64 on the CPU, except `supervised`, which is bool.
+    int64 on the CPU.
     """
 
     keys: Tensor  # [N]: rows whose K_0, V_0 this rank computes
     queries: Tensor  # [Q]: rows that this rank unrolls
-    teacher: Tensor  # [M]: rows whose target distribution this rank needs: t+1..t+K for its queries t; not padded
+    teacher: Tensor  # [M]: rows that teach this rank's queries; not padded
     rows: Tensor  # keys and queries together (at least one row): the rows whose auxiliary states this rank reads
     key_slots: Tensor  # [N]: indices of `keys` in `rows`, ascending; padding points at the last row
     query_slots: Tensor  # [Q]: the same for `queries`
-    # [K, M]: at [k, m], the index in `queries` of the query t = teacher[m] - 1 - k; -1 if it is not on this rank
+    # [K, M]: at [k, m], the index in `queries` of the query t = teacher[m] - 1 - k; -1 if that does not count in step k,
+    # or is not on this rank
     query_of: Tensor
-    supervised: Tensor  # [K, M]: whether that query is on this rank and the definition's mask[t + k] is set
     ring_keys: Tensor  # [ring, ulysses * N]: the keys on every ring rank
     ring_queries: Tensor  # [ulysses * Q]: the queries of this rank's Ulysses group, in the group's order
     window: int | None  # most keys that a query sees, its own included; None: all
+
+    @property
+    def supervised(self) -> Tensor:
+        """[K, M] bool: whether the teacher row teaches one of this rank's queries in step k."""
+        return self.query_of >= 0
 
 
 class NextTokens(NamedTuple):
@@ -131,14 +142,15 @@ def plan_sequence(
 ) -> SequencePlan:
     """Plan the part of sequence rank `rank` (Ulysses varies fastest), from the stream alone and without communication.
 
-    Step k at row t counts if row t+k is supervised and inside t's document, so the queries are the rows with a
-    supervised row among t..t+K-1. A query sees its document's keys up to its own row, but only the last `window` of
-    them. Keys that no query sees are not assigned to any rank. (At step k, a query sees k fewer of them, to make room
-    for its own K_1..K_k.)
+    Step k at row t counts if row t+k+1 teaches chains that begin at t, so the queries are the rows that one of the K
+    rows after them teaches. A query sees its document's keys up to its own row, but only the last `window` of them.
+    Keys that no query sees are not assigned to any rank. (At step k, a query sees k fewer of them, to make room for its
+    own K_1..K_k.)
     """
     query_rows = _queries(stream, steps, sharding.query_selection)
     visible = (stream.position[query_rows] + 1).clamp(max=stream.tokens if window is None else window)
-    ring_keys = deal_keys(_covered(query_rows + 1 - visible, query_rows + 1, stream.tokens), sharding)
+    seen = covered(query_rows + 1 - visible, query_rows + 1, stream.tokens)
+    ring_keys = deal_keys(seen.nonzero().flatten(), sharding)
     dealt_queries = deal_queries(query_rows, visible, sharding)
     ring, ulysses = divmod(rank, sharding.ulysses)
     keys = ring_keys[ring].chunk(sharding.ulysses)[ulysses]
@@ -148,32 +160,22 @@ def plan_sequence(
 
     real = queries[queries >= 0]
     place = torch.full((stream.tokens,), -1).index_put((real,), torch.arange(len(real)))
-    teacher = stream.supervised.nonzero().flatten() + 1
-    sources = teacher[None] - 1 - torch.arange(steps)[:, None]
-    inside = (sources >= 0) & (stream.document[sources.clamp(min=0)] == stream.document[teacher])
-    query_of = torch.where(inside, place[sources.clamp(min=0)], -1)
+    sources = stream.teacher - 1 - torch.arange(steps)[:, None]
+    query_of = torch.where(sources >= stream.first, place[sources.clamp(min=0)], -1)
     mine = (query_of >= 0).any(0)
     query_of = query_of[:, mine]
     return SequencePlan(
         keys=keys,
         queries=queries,
-        teacher=teacher[mine],
+        teacher=stream.teacher[mine],
         rows=rows,
         key_slots=_slots(rows, keys),
         query_slots=_slots(rows, queries),
         query_of=query_of,
-        supervised=query_of >= 0,
         ring_keys=ring_keys,
         ring_queries=dealt_queries[ring],
         window=window,
     )
-
-
-def _covered(starts: Tensor, stops: Tensor, rows: int) -> Tensor:
-    """The rows that lie in any of the ranges [start, stop), in ascending order."""
-    edges = torch.zeros(rows + 1, dtype=torch.long)
-    edges.index_add_(0, starts, torch.ones_like(starts)).index_add_(0, stops, -torch.ones_like(stops))
-    return edges.cumsum(0).nonzero().flatten()
 
 
 def _slots(rows: Tensor, positions: Tensor) -> Tensor:
@@ -183,10 +185,8 @@ def _slots(rows: Tensor, positions: Tensor) -> Tensor:
 def _queries(stream: Stream, steps: int, selection: str) -> Tensor:
     if selection == "all":
         return torch.arange(stream.tokens)
-    needed, rows = stream.supervised.clone(), torch.arange(stream.tokens)
-    for step in range(1, min(steps, stream.tokens)):
-        needed[:-step] |= stream.supervised[step:] & (rows[:-step] + step <= stream.end[:-step])
-    return needed.nonzero().flatten()
+    starts = torch.maximum(stream.first, stream.teacher - steps)
+    return covered(starts, stream.teacher, stream.tokens).nonzero().flatten()
 
 
 def deal_keys(rows: Tensor, sharding: SequenceSharding) -> Tensor:

@@ -347,6 +347,11 @@ class Profile(Section):
 
 class Training(Section):
     ttt_steps: Count = Field(7, description="K, the number of TTT (training-time-test) steps in the unroll")
+    rows: Literal["served", "reference"] = Field(
+        "served",
+        description="the rows of an answer that count: those that an engine uses, or those of EAGLE3's own code "
+        "(docs/exactness.md)",
+    )
     step_decay: Annotated[float, Field(gt=0, le=1)] = Field(0.8, description="step k has the weight step_decay**k")
     loss: Literal["kl", "lk_alpha", "lk_lambda"] = Field(
         "kl",

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from eagle3.parallel.rows import Rule
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import agreed
 from eagle3.states.rows import Rows, Target, deal_streams
@@ -236,6 +237,7 @@ class StreamLoader(Generic[Batch]):
     make: makes a batch of a stream, its plan and its rows (aux at plan.rows, teacher at plan.teacher); may run in
         another thread, while the step before is trained
     steps: number of steps K in the unroll
+    rule: says which rows of an answer teach
     sharding: how a stream is spread over its sequence ranks
     data: the group whose ranks have different streams
     sequence: the group whose ranks share a stream, with the Ulysses rank varying fastest
@@ -250,6 +252,7 @@ class StreamLoader(Generic[Batch]):
         make: Callable[[Stream, SequencePlan, Rows], Batch],
         *,
         steps: int,
+        rule: Rule,
         sharding: SequenceSharding,
         data: dist.ProcessGroup,
         sequence: dist.ProcessGroup,
@@ -258,7 +261,7 @@ class StreamLoader(Generic[Batch]):
     ) -> None:
         assert sequence.size() == sharding.ranks, "a stream is dealt to the ranks of its sequence group"
         self.samples, self.source, self.make, self.spans = samples, source, make, spans
-        self.data, self.sequence = data, sequence
+        self.data, self.sequence, self.rule = data, sequence, rule
         self.plan = partial(plan_sequence, steps=steps, sharding=sharding, rank=sequence.rank(), window=window)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self._ahead: tuple[tuple[list[Drawn], int], Future[list[LoadedStream[Batch]]]] | None = None
@@ -279,7 +282,10 @@ class StreamLoader(Generic[Batch]):
 
     def _load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream[Batch]]:
         members = self._members(batch, accumulation)
-        streams = [Stream.pack(*zip(*((s.ids, mask) for s, mask in stream), strict=True)) for stream in members]
+        streams = [
+            Stream.pack([sample.ids for sample, _ in stream], [mask for _, mask in stream], self.rule)
+            for stream in members
+        ]
         stream_plans = [(stream, self.plan(stream)) for stream in streams]
         aux = chain.from_iterable(_by_document(stream, plan.rows) for stream, plan in stream_plans)
         teacher = chain.from_iterable(_by_document(stream, plan.teacher) for stream, plan in stream_plans)

@@ -34,6 +34,8 @@ FREE_ON_RESUME = (
     *("training.accumulation", "training.hang_minutes", "training.keep_checkpoints", "training.most_skipped"),
     *("training.kernels", "training.profile", "training.skip_above_norm"),
 )
+# What a run did whose recipe is older than a key.
+BEFORE_THE_KEY = {"training.rows": "reference"}
 FILES = (
     *("recipe.yaml", "run_id.txt", "inputs.json", "metrics.jsonl", "draft_vocabulary.safetensors", "run.json"),
     *("evaluation.json", "by_context.json", "diagnosis.json", "report.html"),
@@ -186,7 +188,7 @@ class RunFolder:
         free = (*FREE_ON_RESUME, *(() if recipe.hidden_states.mode == "stored" else ("hidden_states.path",)))
         old, new = (dict(leaves(values)) for values in (before, yaml.safe_load(dump_recipe(recipe))))
         for key in dict.fromkeys([*new, *old]):
-            was, now = old.get(key), new.get(key)
+            was, now = old.get(key, BEFORE_THE_KEY.get(key)), new.get(key)
             if was != now and not any(key == each or key.startswith(f"{each}.") for each in free):
                 afresh = "start afresh: without --resume, or with another output.dir"
                 if resume is Resume.AUTO:

@@ -16,7 +16,7 @@ from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 def test_one_rank_of_a_ring_emulated_equals_dense_attention_of_its_queries(topology, ring, supervised):
     tokens, heads, dim, scale = 90, 2, 4, 0.5
     mask = torch.arange(tokens) >= tokens * (1 - supervised)
-    stream = Stream.pack([torch.zeros(tokens, dtype=torch.long)], [mask])
+    stream = Stream.pack([torch.zeros(tokens, dtype=torch.long)], [mask], "reference")
     generator = torch.Generator().manual_seed(ring)
     keys, values = (torch.randn(tokens, heads, dim, generator=generator, dtype=torch.float64) for _ in range(2))
     for rank in range(ring):

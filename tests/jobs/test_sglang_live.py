@@ -233,7 +233,7 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
     for number in range(6):
         ids = torch.randint(3, VOCABULARY, (20 + 9 * number,), generator=generator)
         samples.append(Sample(f"{number:032x}", ids, torch.rand(len(ids), generator=generator) < 0.4))
-    stream = Stream.pack([one.ids for one in samples], [one.loss_mask for one in samples])
+    stream = Stream.pack([one.ids for one in samples], [one.loss_mask for one in samples], "reference")
     with Spool(settings.spool) as spool:
         servers = Servers([case.url], spool.path, 4)
         producer = Producer(servers, spool, 2**30, readers=1)

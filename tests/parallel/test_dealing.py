@@ -75,7 +75,7 @@ def _heaviest(work: Tensor, block: int) -> int:
 
 
 def _deal(masks: list[Tensor], sharding: SequenceSharding) -> Dealt:
-    stream = Stream.pack([torch.zeros(len(mask)) for mask in masks], masks)
+    stream = Stream.pack([torch.zeros(len(mask)) for mask in masks], masks, "reference")
     plans = [plan_sequence(stream, 2, sharding, rank) for rank in range(sharding.ranks)]
     shares = [keys[keys >= 0] for keys in plans[0].ring_keys]
     queries = [plan.ring_queries[plan.ring_queries >= 0] for plan in plans[:: sharding.ulysses]]

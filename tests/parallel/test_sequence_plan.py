@@ -5,7 +5,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from definition import reference, served
 
+from eagle3.parallel.rows import RULES, Rule
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 
 
@@ -31,46 +33,44 @@ def _random_masks(source: random.Random) -> list[list[bool]]:
     return masks
 
 
-def _pack(masks, source):
+def _pack(masks, source, rule):
     ids = [torch.tensor([source.randint(1, 99) for _ in mask]) for mask in masks]
-    return ids, Stream.pack(ids, [torch.tensor(mask) for mask in masks])
+    return ids, Stream.pack(ids, [torch.tensor(mask) for mask in masks], rule)
 
 
 def _cases(count=200):
+    """Every other case by the other rule."""
     for seed in range(count):
-        source = random.Random(seed)
+        source, rule = random.Random(seed), RULES[seed % 2]
         masks = _random_masks(source)
-        yield masks, source.choice([1, 2, 3, 7]), *_pack(masks, source)
+        yield masks, source.choice([1, 2, 3, 7]), *_pack(masks, source, rule), rule
 
 
-def _counted(masks, steps):
-    """Every (step k, row t of the stream, row t + k) that the definition counts: after k shifts, mask[t + k] is at row
-    t. A document's last row never counts."""
+def _counted(masks, steps, rule):
+    """Every (step k, row t of the stream, row t + k) that the definition counts."""
     triples, first = [], 0
     for mask in masks:
-        mask = [*mask[:-1], False]
         for step in range(steps):
-            for t in range(len(mask)):
-                if mask[t]:
-                    triples.append((step, first + t, first + t + step))
-            mask = [*mask[1:], False]
+            counts = {"served": served, "reference": reference}[rule](torch.tensor(mask), step)
+            triples += [(step, first + t, first + t + step) for t in counts.nonzero().flatten().tolist()]
         first += len(mask)
     return triples
 
 
 def test_a_stream_holds_documents_back_to_back_with_positions_of_their_own():
-    for masks, _, ids, stream in _cases(50):
+    for masks, _, ids, stream, rule in _cases(50):
         rows = [(number, t) for number, mask in enumerate(masks) for t in range(len(mask))]
         assert stream.tokens == len(rows)
         assert list(zip(stream.document.tolist(), stream.position.tolist(), strict=True)) == rows
         assert stream.ids.tolist() == [int(ids[number][t]) for number, t in rows]
         assert stream.starts == [row for row, (_, t) in enumerate(rows) if t == 0]
         assert stream.end.tolist() == [stream.starts[number] + len(masks[number]) - 1 for number, _ in rows]
-        assert stream.supervised.tolist() == [masks[n][t] and t < len(masks[n]) - 1 for n, t in rows]
+        taught = {(k, ahead + 1) for k, _, ahead in _counted(masks, 40, rule)}
+        assert stream.teacher.tolist() == sorted({row for _, row in taught})
 
 
 def test_tokens_after_a_row_are_zero_beyond_its_document():
-    for masks, _, ids, stream in _cases(50):
+    for masks, _, ids, stream, rule in _cases(50):
         for distance in (0, 1, 2, 7, 40):
             expected = []
             for document in ids:
@@ -103,27 +103,27 @@ def _pairs(plan: SequencePlan) -> list[tuple[int, int, int]]:
 
 
 def test_queries_are_exactly_the_rows_that_some_step_counts():
-    for masks, steps, _, stream in _cases():
-        expected = sorted({t for _, t, _ in _counted(masks, steps)})
+    for masks, steps, _, stream, rule in _cases():
+        expected = sorted({t for _, t, _ in _counted(masks, steps, rule)})
         assert plan_sequence(stream, steps).queries.tolist() == (expected or [-1])
 
 
 def test_keys_are_exactly_the_rows_that_some_query_sees():
-    for masks, steps, _, stream in _cases():
-        expected = _visible(stream, sorted({t for _, t, _ in _counted(masks, steps)}))
+    for masks, steps, _, stream, rule in _cases():
+        expected = _visible(stream, sorted({t for _, t, _ in _counted(masks, steps, rule)}))
         assert plan_sequence(stream, steps).keys.tolist() == (expected or [-1])
 
 
 def test_teacher_rows_are_exactly_those_whose_distribution_a_counted_position_compares_with():
     """z[t + k] belongs to the hidden state at t + k + 1."""
-    for masks, steps, _, stream in _cases():
-        expected = sorted({ahead + 1 for _, _, ahead in _counted(masks, steps)})
+    for masks, steps, _, stream, rule in _cases():
+        expected = sorted({ahead + 1 for _, _, ahead in _counted(masks, steps, rule)})
         assert plan_sequence(stream, steps).teacher.tolist() == expected
 
 
 def test_a_plan_supervises_what_the_accuracies_count():
-    for masks, steps, _, stream in _cases():
-        counted = _counted(masks, steps)
+    for masks, steps, _, stream, rule in _cases():
+        counted = _counted(masks, steps, rule)
         expected = [sum(step == number for step, _, _ in counted) for number in range(steps)]
         assert plan_sequence(stream, steps).supervised.sum(1).tolist() == expected
 
@@ -133,30 +133,30 @@ def test_a_plan_supervises_what_the_accuracies_count():
 SIZES = [(ulysses, ring) for ulysses in (1, 2, 4) for ring in (1, 2, 4)]
 
 
-def _sharded(count: int = 9) -> Iterator[tuple[list, int, Stream, SequenceSharding, list[SequencePlan]]]:
-    """Masks, steps, stream, sharding and the plans of all ranks, for `count` streams with every size. One stream is
+def _sharded(count: int = 9) -> Iterator[tuple[list, int, Rule, Stream, SequenceSharding, list[SequencePlan]]]:
+    """Masks, steps, rule, stream, sharding and the plans of all ranks, for `count` streams with every size. One stream is
     empty."""
     for seed, (ulysses, ring) in enumerate(SIZES * count):
-        source = random.Random(1000 + seed)
+        source, rule = random.Random(1000 + seed), RULES[seed % 2]
         masks = _random_masks(source) if seed >= len(SIZES) else [[False] * 3, [True]]
         steps, layout = source.choice([1, 2, 3, 7]), source.choice(["zigzag", "contiguous"])
         selection, block = source.choice(["supervised", "supervised", "all"]), source.choice([None, 1, 3, 8])
-        stream, sharding = _pack(masks, source)[1], SequenceSharding(ulysses, ring, layout, selection, block)
+        stream, sharding = _pack(masks, source, rule)[1], SequenceSharding(ulysses, ring, layout, selection, block)
         window = source.choice([None, steps, steps + 1, 12])
         plans = [plan_sequence(stream, steps, sharding, rank, window) for rank in range(sharding.ranks)]
-        yield masks, steps, stream, sharding, plans
+        yield masks, steps, rule, stream, sharding, plans
 
 
 def test_the_queries_of_all_ranks_are_the_wanted_rows_once():
-    for masks, steps, stream, sharding, plans in _sharded():
-        expected = sorted({t for _, t, _ in _counted(masks, steps)})
+    for masks, steps, rule, stream, sharding, plans in _sharded():
+        expected = sorted({t for _, t, _ in _counted(masks, steps, rule)})
         if sharding.query_selection == "all":
             expected = list(range(stream.tokens))
         assert sorted(row for plan in plans for row in _real(plan.queries)) == expected
 
 
 def test_the_keys_of_all_ranks_are_the_rows_that_some_query_sees_once():
-    for _, _, stream, _, plans in _sharded():
+    for *_, stream, _, plans in _sharded():
         seen = _visible(stream, [row for plan in plans for row in _real(plan.queries)], plans[0].window)
         assert sorted(row for plan in plans for row in _real(plan.keys)) == seen
 
@@ -176,9 +176,9 @@ def test_ranks_have_tensors_of_equal_length_and_pads_only_at_the_end_of_a_ring_s
 
 
 def test_the_ranks_together_supervise_every_counted_pair_once():
-    for masks, steps, _, _, plans in _sharded():
+    for masks, steps, rule, _, _, plans in _sharded():
         assert all(plan.query_of.shape == plan.supervised.shape == (steps, len(plan.teacher)) for plan in plans)
-        assert sorted(pair for plan in plans for pair in _pairs(plan)) == sorted(_counted(masks, steps))
+        assert sorted(pair for plan in plans for pair in _pairs(plan)) == sorted(_counted(masks, steps, rule))
 
 
 def test_a_rank_needs_the_teacher_of_its_own_pairs_only_and_finds_them_in_its_own_queries():
@@ -202,8 +202,8 @@ def test_rows_are_keys_and_queries_and_slots_find_them():
 
 def test_a_plan_follows_from_the_loss_mask_alone():
     """Neither ids nor earlier calls affect the plan, so that ranks agree without communication."""
-    for masks, steps, _, sharding, plans in _sharded(3):
-        other = Stream.pack([torch.zeros(len(mask)) for mask in masks], [torch.tensor(mask) for mask in masks])
+    for masks, steps, rule, _, sharding, plans in _sharded(3):
+        other = Stream.pack([torch.zeros(len(mask)) for mask in masks], [torch.tensor(mask) for mask in masks], rule)
         for rank, plan in enumerate(plans):
             again = plan_sequence(other, steps, sharding, rank, plan.window)
             assert all(torch.equal(tensor, getattr(again, name)) for name, tensor in _tensors(plan).items())
@@ -211,34 +211,34 @@ def test_a_plan_follows_from_the_loss_mask_alone():
 
 @pytest.mark.parametrize("sharding", [SequenceSharding(), SequenceSharding(2, 2)], ids=["alone", "of four ranks"])
 def test_where_nothing_is_supervised_a_plan_holds_one_pad_and_row_0_and_counts_nothing(sharding):
-    stream = Stream.pack([torch.arange(4), torch.arange(1)], [torch.zeros(4).bool(), torch.ones(1).bool()])
+    stream = Stream.pack([torch.arange(4), torch.arange(1)], [torch.zeros(4).bool(), torch.ones(1).bool()], "served")
     for rank in range(sharding.ranks):
         plan = plan_sequence(stream, 7, sharding, rank)
         assert plan.queries.tolist() == plan.keys.tolist() == [-1] and len(plan.teacher) == 0
         assert plan.rows.tolist() == [0] and plan.query_of.shape == (7, 0)
-        indices = {tensor.dtype for name, tensor in _tensors(plan).items() if name != "supervised"}
-        assert indices == {torch.int64} and plan.supervised.dtype == torch.bool
+        assert {tensor.dtype for tensor in _tensors(plan).values()} == {torch.int64}
 
 
 def test_loss_masks_of_integers_are_read_as_booleans():
     ids, masks = [torch.arange(5)], [[0, 1, 1, 0, 1]]
     streams = [
-        Stream.pack(ids, [torch.tensor(mask, dtype=kind) for mask in masks]) for kind in (torch.int64, torch.bool)
+        Stream.pack(ids, [torch.tensor(mask, dtype=kind) for mask in masks], "served")
+        for kind in (torch.int64, torch.bool)
     ]
-    assert torch.equal(streams[0].supervised, streams[1].supervised)
+    assert torch.equal(streams[0].teacher, streams[1].teacher) and torch.equal(streams[0].first, streams[1].first)
 
 
 @pytest.mark.parametrize("ids", [[], [torch.arange(3), torch.arange(0)]], ids=["no document", "an empty document"])
 def test_a_stream_of_nothing_is_refused(ids):
     with pytest.raises(AssertionError):
-        Stream.pack(ids, [torch.zeros(len(document), dtype=torch.bool) for document in ids])
+        Stream.pack(ids, [torch.zeros(len(document), dtype=torch.bool) for document in ids], "served")
 
 
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2), (4, 2), (1, 8)], ids="ulysses {0[0]} ring {0[1]}".format)
 def test_what_a_rank_reads_falls_with_the_number_of_ranks(sizes):
     """A rank reads auxiliary states at its keys and queries, and one teacher row per query, apart from K - 1 rows at
     the ends of its blocks. It never reads the whole sample."""
-    stream, steps = Stream.pack([torch.arange(8192)], [torch.ones(8192, dtype=torch.bool)]), 3
+    stream, steps = Stream.pack([torch.arange(8192)], [torch.ones(8192, dtype=torch.bool)], "served"), 3
     sharding = SequenceSharding(*sizes)
     plans = [plan_sequence(stream, steps, sharding, rank) for rank in range(sharding.ranks)]
     share = 8192 // sharding.ranks

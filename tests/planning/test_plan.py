@@ -159,7 +159,7 @@ def test_the_best_layout_fits_and_takes_no_more_gpus_a_stream_than_it_must():
 def test_an_expected_share_is_about_what_the_plan_of_such_a_stream_says(ulysses, ring, supervised, window, selection):
     tokens = 4096
     mask = torch.arange(tokens) >= tokens * (1 - supervised)
-    stream = Stream.pack([torch.zeros(tokens, dtype=torch.long)], [mask])
+    stream = Stream.pack([torch.zeros(tokens, dtype=torch.long)], [mask], "reference")
     draft = dataclasses.replace(DRAFT, window=window)
     planned = Planned(draft, 7, torch.float32, Sizes(1, ulysses, ring), query_selection=selection)
     expected = PlannedStream(tokens, 1, supervised).share(planned)
@@ -177,7 +177,7 @@ def test_an_expected_share_is_about_what_the_plan_of_such_a_stream_says(ulysses,
 def test_each_span_of_a_document_costs_a_window_of_keys(ulysses, ring):
     tokens, spans, window = 8192, 4, 256
     mask = torch.arange(tokens) % (tokens // spans) >= tokens // spans * 3 // 4
-    stream = Stream.pack([torch.zeros(tokens, dtype=torch.long)], [mask])
+    stream = Stream.pack([torch.zeros(tokens, dtype=torch.long)], [mask], "reference")
     expected = Share.expected(tokens, 0.25, Sizes(1, ulysses, ring), window=window, spans=spans)
     sharding = SequenceSharding(ulysses, ring)
     plans = [plan_sequence(stream, 7, sharding, rank, window) for rank in range(ulysses * ring)]

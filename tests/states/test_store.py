@@ -255,7 +255,7 @@ def test_a_rank_reads_the_chunks_of_its_plan_and_so_one_share_of_the_bytes(tmp_p
     rows_of = {"aux": chunk_rows(3 * hidden, torch.bfloat16), "last": chunk_rows(hidden, torch.bfloat16)}
     small = 13 * tokens + 16 * (len(sizes["aux"]) + len(sizes["last"]))
     whole = float(sizes["aux"].sum() + sizes["last"].sum())
-    stream = Stream.pack([ids], [torch.ones(tokens, dtype=torch.bool)])
+    stream = Stream.pack([ids], [torch.ones(tokens, dtype=torch.bool)], "reference")
     for ulysses, ring, layout in LAYOUTS:
         store, ranks = open_store(f"counting://{tmp_path}", encoding), ulysses * ring
         store.read([RowRequest(sample_id(5), *2 * [torch.tensor([], dtype=torch.int64)])])  # and with that the header

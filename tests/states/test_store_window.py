@@ -1,5 +1,6 @@
 """A store for drafts with a window: which rows it has, and which drafts it serves."""
 
+import itertools
 import json
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from store_cases import HIDDEN, PLAIN, PROVENANCE, check, open_store, provenance_of, same_rows, sample, write
 
 from eagle3.errors import UserError
+from eagle3.parallel.rows import RULES
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.states.capture import Wanted, disk_need
 from eagle3.states.rows import LastHidden, Rows
@@ -40,11 +42,12 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_seen_rows_are_those_that_some_rank_of_some_layout_reads(mask, window, steps):
     seen = set(seen_rows(mask, window, steps).nonzero().flatten().tolist())
-    stream = Stream.pack([torch.arange(len(mask))], [mask])
     for ulysses, ring in ((1, 1), (1, 2), (2, 1), (2, 3)):
-        sharding = SequenceSharding(ulysses, ring)
-        plans = [plan_sequence(stream, steps, sharding, rank, window) for rank in range(ulysses * ring)]
-        assert set().union(*(plan.rows.tolist() for plan in plans)) | {0} == seen
+        sharding, read = SequenceSharding(ulysses, ring), {0}
+        for rule, rank in itertools.product(RULES, range(ulysses * ring)):
+            stream = Stream.pack([torch.arange(len(mask))], [mask], rule)
+            read.update(plan_sequence(stream, steps, sharding, rank, window).rows.tolist())
+        assert read == seen
 
 
 def test_a_store_has_what_a_window_sees_bit_for_bit_and_nothing_else(tmp_path):

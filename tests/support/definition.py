@@ -30,7 +30,7 @@ class Document:
 @dataclass(frozen=True)
 class Case:
     """A draft, its target's head [V, Ht] and a global batch. weights: under exported names, in fp32. scale, cap: what
-    the target does to its logits after the head."""
+    the target does to its logits after the head. rows: the rule that says which rows count, served or reference."""
 
     config: DraftConfig
     weights: dict[str, Tensor]
@@ -39,6 +39,7 @@ class Case:
     documents: tuple[Document, ...]
     scale: float = 1.0
     cap: float | None = None
+    rows: str = "reference"
 
     def teacher_logits(self, last: Tensor) -> Tensor:
         """Logits [N, V] from last hidden states [N, Ht], in the states' number format."""
@@ -195,13 +196,11 @@ def _step_loss(loss: Loss, cross_entropy: Tensor, overlap: Tensor, counted: Tens
 def _document(case: Case, w: dict[str, Tensor], document: Document, steps: int, loss: Loss) -> Sums:
     config, t2d, dtype = case.config, case.t2d, w["fc.weight"].dtype
     length, target_id = len(document.ids), t2d.nonzero().flatten()
-    mask = document.loss_mask.bool().clone()
-    mask[-1] = False
+    rule = {"served": served, "reference": reference}[case.rows]
     u = _shift(document.ids)
-    # For position t: what the target predicts at the next row, and whether that counts. Step k uses those of t + k.
+    # For position t: what the target predicts at the next row. Step k uses that of t + k.
     z = case.teacher_logits(_shift(document.last.to(dtype)))
     y = z.argmax(-1)
-    m = t2d[y] & mask
     q_full = (z[:, target_id] - z.logsumexp(-1, keepdim=True)).exp()
     q = z[:, target_id].softmax(-1)
     del z
@@ -250,7 +249,8 @@ def _document(case: Case, w: dict[str, Tensor], document: Document, steps: int, 
         rows = h[: max(0, length - step)]
         final = rows if config.norm_output else _rms(rows, w["norm.weight"], eps)
         log_p = (final @ w["lm_head.weight"].T).log_softmax(-1)
-        counts, taught = m[step:], mask[step:]
+        taught = rule(document.loss_mask.bool(), step)
+        counts = t2d[y[step:]] & taught
         cross_entropy = -(q[step:] * log_p).sum(-1)[counts].sum()
         with torch.set_grad_enabled(torch.is_grad_enabled() and loss.name != "kl"):
             overlap = torch.minimum(q_full[step:], log_p.exp()).sum(-1)[counts].sum()
@@ -258,6 +258,21 @@ def _document(case: Case, w: dict[str, Tensor], document: Document, steps: int, 
         sums.append((cross_entropy, overlap, correct, counts.sum(), taught.sum()))
         u = _shift(u)
     return Sums(*(torch.stack(column) for column in zip(*sums, strict=True)))
+
+
+def served(mask: Tensor, step: int) -> Tensor:
+    """[T - step] bool: rows t whose proposal in this step an engine makes. A chain begins at t when the target has just
+    written token t + 1 of an answer, and proposes t + 2, ..., t + 2 + step, which only that answer can have."""
+    places = range(max(0, len(mask) - step))
+    return torch.tensor([t + step + 2 < len(mask) and bool(mask[t + 1 : t + step + 3].all()) for t in places]).bool()
+
+
+def reference(mask: Tensor, step: int) -> Tensor:
+    """[T - step] bool: rows t that the original code counts in this step, by the mask of row t + step, which has a
+    successor."""
+    marked = mask.clone()
+    marked[-1] = False
+    return marked[step:]
 
 
 def _shift(x: Tensor) -> Tensor:

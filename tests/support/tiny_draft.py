@@ -100,7 +100,7 @@ def export_trained(
     config = dataclasses.replace(derived, **shape)
     draft = untrained_draft(config, target.head, topology.modules, seed=0, dtype=torch.float32, device=CPU)
     trained = [weight.requires_grad_() for name, weight in draft.named_parameters() if name != "embedding.weight"]
-    stream = Stream.pack(texts, [torch.ones(len(text), dtype=torch.bool) for text in texts])
+    stream = Stream.pack(texts, [torch.ones(len(text), dtype=torch.bool) for text in texts], "reference")
     plan = plan_sequence(stream, DRAFT_TOKENS, window=config.window)
     aux = torch.cat([states.aux for states in target.prefill(texts)])
     inputs = unroll_inputs(stream, plan, DRAFT_TOKENS, aux[plan.rows])

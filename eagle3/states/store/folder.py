@@ -10,7 +10,7 @@ from eagle3.parsing import parse_json
 from eagle3.states.store.files import DamagedStore, ForeignShards, Range, StoreFiles, first_words, no_store
 from eagle3.states.store.shard import DATA_START, SHARD_NAME, ShardIndex, is_index, json_digest, parse_header
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "store.json"
 # Everything that hidden states (or a teacher's logits) depend on, as JSON values. Stores that differ in a field are not
 # interchangeable.

@@ -11,7 +11,7 @@ In a store of logits, `last` holds the teacher's logits over the draft vocabular
 
 Each chunk belongs to one sample. A sample has these rows:
 - `aux`: all or, in a store for a draft with a window, those that some query sees (`Encoding.seen_rows`)
-- `last`: those that teach, i.e. the successors of supervised rows; or all, if its entry's `taught` equals `tokens`
+- `last`: those that teach (`taught_rows`); or all, if its entry's `taught` equals `tokens`
 - `ids` to `loss_mask`: all
 
 The index is written after its shard, so an indexed shard is complete. Both carry the digest of their store's
@@ -32,6 +32,7 @@ import xxhash
 from torch import Tensor
 
 from eagle3.durable import Lock, lock, write_text
+from eagle3.parallel.rows import RULES, covered, taught
 from eagle3.parsing import parse_json
 from eagle3.states.rows import DraftLogits, LastHidden, TeacherRows
 from eagle3.states.store.codecs import CHUNK_BYTES, Codec, CodecName, Fp8, Lossless, Raw, StoreDtype, chunk_rows
@@ -189,25 +190,26 @@ def json_digest(body: dict) -> str:
 
 
 def taught_rows(loss_mask: Tensor) -> Tensor:
-    """Mask of the rows whose last hidden state teaches, i.e. the successors of supervised rows: bool [T]."""
-    return torch.cat((torch.zeros(1, dtype=torch.bool), loss_mask[:-1].bool()))
+    """Mask of the rows whose last hidden state teaches by one of the rules (eagle3/parallel/rows.py): bool [T]."""
+    mask = torch.zeros(len(loss_mask), dtype=torch.bool)
+    for rule in RULES:
+        mask[taught(loss_mask.bool(), rule).teacher] = True
+    return mask
 
 
 def seen_rows(loss_mask: Tensor, window: int | None, steps: int | None) -> Tensor:
-    """Mask of the rows whose auxiliary states a draft with this window reads in an unroll of this many steps: bool [T].
-    Without a window, all rows.
+    """Mask of the rows whose auxiliary states a draft with this window reads in an unroll of this many steps, by one of
+    the rules: bool [T]. Without a window, all rows.
 
     The mask does not depend on rank or layout. As in `plan_sequence` for supervised queries, queries begin up to
-    steps - 1 rows before a supervised row that has a successor, and each sees up to window - 1 rows before its own. The
-    first row is included, because a rank that has no part of a stream reads it.
+    `steps` rows before a row that teaches, and each sees up to window - 1 rows before its own. The first row is
+    included, because a rank that has no part of a stream reads it.
     """
-    if window is None:
-        return torch.ones(len(loss_mask), dtype=torch.bool)
-    supervised = torch.cat((loss_mask[:-1].bool(), torch.zeros(1, dtype=torch.bool)))
-    totals = torch.nn.functional.pad(supervised.cumsum(0), (1, 0))  # supervised rows before each row, then of all
-    stops = (torch.arange(len(loss_mask)) + window + steps - 1).clamp(max=len(loss_mask))
-    mask = totals[stops] > totals[:-1]
+    mask = torch.full((len(loss_mask),), window is None)
     mask[0] = True
+    for rule in RULES if window is not None else ():
+        teacher, first = taught(loss_mask.bool(), rule)
+        mask |= covered((torch.maximum(first, teacher - steps) - window + 1).clamp(min=0), teacher, len(mask))
     return mask
 
 
