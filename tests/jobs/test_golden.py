@@ -12,7 +12,7 @@ from tiny_run import deepspeed, finish, launch
 from eagle3.errors import UserError
 from eagle3.jobs.verify import read_case, read_tensors, relative_errors, run_case, tolerance
 
-CASES = ("dense", "ragged", "windowed")
+CASES = ("dense", "ragged", "windowed", "served")
 GRADIENT = "grad.midlayer.self_attn.k_proj.weight"
 
 

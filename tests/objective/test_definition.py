@@ -55,8 +55,19 @@ def _check(
     config: LossConfig = KL,
     streams: Sequence[Sequence[Document]] | None = None,
 ) -> Trained:
-    """Assert that training equals the definition in fp64 and in fp32, and in fp64 also if whole steps are recomputed in
-    small pieces. Returns what training computed in fp64 without recomputation."""
+    """Assert that training equals the definition by both rules, in fp64 and in fp32, and in fp64 also if whole steps are
+    recomputed in small pieces. Returns what training computed by the reference's in fp64 without recomputation."""
+    _check_rule(replace(case, rows="served"), topology, steps, config, streams)
+    return _check_rule(case, topology, steps, config, streams)
+
+
+def _check_rule(
+    case: Case,
+    topology: Topology,
+    steps: int,
+    config: LossConfig,
+    streams: Sequence[Sequence[Document]] | None,
+) -> Trained:
     tokens = sum(len(document.ids) for document in case.documents)
     divide_by = tokens if config.normalization == "tokens" else None
     defined = define(case, steps, Loss(config.name, divide_by, config.step_decay, config.kl_scale, config.kl_decay))
@@ -71,7 +82,7 @@ def _check(
     return results[torch.float64, MemoryPlan()]
 
 
-@pytest.mark.parametrize("name", ["dense", "ragged", "windowed"])
+@pytest.mark.parametrize("name", ["dense", "ragged", "windowed", "served"])
 def test_the_definition_reproduces_the_golden_case(name):
     """The golden gradients are stored in fp32."""
     config = DraftConfig.from_json(json.loads((GOLDEN / name / "config.json").read_text()), name)
@@ -81,7 +92,8 @@ def test_the_definition_reproduces_the_golden_case(name):
     rows = [(row, real.bool()) for row, real in enumerate(inputs["attention_mask"])]
     names = ("input_ids", "loss_mask", "aux_hidden_state", "hidden_state")
     documents = tuple(Document(*(inputs[name][row][real] for name in names)) for row, real in rows)
-    case = Case(config, weights, t2d, inputs["lm_head_weight"], documents)
+    rows = "served" if name == "served" else "reference"
+    case = Case(config, weights, t2d, inputs["lm_head_weight"], documents, rows=rows)
     assert torch.equal(weights.pop("d2t"), case.d2t)
     defined = define(case, 7, Loss(divide_by=inputs["attention_mask"].numel()))
     assert torch.allclose(defined.loss, expected["loss"], rtol=1e-13)

@@ -26,6 +26,7 @@ AXES = {
     "accumulation": (1, 2),
     "loss": ("kl", "lk_lambda", "lk_alpha"),
     "recompute": ("full", "none", "attention_kept"),
+    "rows": ("served", "reference"),
 }
 STEPS, HEADS, MOST_PROCESSES = 5, 8, 8
 # tensor, Ulysses, ring, data: the smallest layout with every kind of group, although it exceeds MOST_PROCESSES
@@ -49,6 +50,7 @@ class Sharded:
     accumulation: int = 1
     loss: str = "kl"
     recompute: str = "full"
+    rows: str = "served"
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -87,6 +89,7 @@ class Sharded:
         return random_case(
             masks,
             seed=1,
+            rows=self.rows,
             hidden_size=32,
             target_hidden_size=20,
             num_attention_heads=HEADS,

@@ -24,7 +24,7 @@ from zero2_course import COURSES, reference, run_course
 from eagle3.jobs.verify import read_case, run_case
 from eagle3.parallel.topology import start_distributed, stop_distributed
 
-GOLDEN_CASES = ("dense", "ragged", "windowed")
+GOLDEN_CASES = ("dense", "ragged", "windowed", "served")
 
 
 def main(folder: Path, names: list[str]) -> None:

@@ -54,7 +54,7 @@ def stream_batch(
     teacher_kind: TeacherKind = "hidden",
 ) -> MicroBatch:
     """This rank's part of one packed stream. teacher_kind: how the teacher's rows are given."""
-    stream = Stream.pack([each.ids for each in documents], [each.loss_mask for each in documents], "reference")
+    stream = Stream.pack([each.ids for each in documents], [each.loss_mask for each in documents], case.rows)
     plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.config.window)
     aux, last = (torch.cat([getattr(each, name) for each in documents]) for name in ("aux", "last"))
     exact = torch.promote_types(dtype, torch.float32)  # as in a capture, whatever dtype the draft trains in
