@@ -135,6 +135,7 @@ def trainer_of(case: Case, topology: Topology, recipe: Recipe, run: RunFolder, w
         ZeroRows(),
         BatchMaker(torch.arange(config.vocab_size), head, torch.bfloat16).micro_batch,
         steps=case.steps,
+        rule=training.rows,
         sharding=SequenceSharding(),
         data=topology.data,
         sequence=topology.sequence,

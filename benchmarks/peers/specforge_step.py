@@ -94,7 +94,8 @@ class SpecForgeStep:
             whole[at.to(device)] = values
             return whole.view(*rows, values.shape[1])
 
-        ids, mask = (each.view(rows).to(device) for each in (ours.stream.ids, ours.stream.supervised.long()))
+        marked = torch.zeros_like(ours.stream.ids).index_fill(0, ours.stream.teacher - 1, 1)
+        ids, mask = (each.view(rows).to(device) for each in (ours.stream.ids, marked))
         aux, last = dense(batch.inputs.aux, ours.plan.rows), dense(batch.teacher.last, ours.plan.teacher)
         self.draft = _draft(specforge, config, backend, ids.shape[1] + steps, device, dtype)
         weights = exported_tensors(dict(ours.objective.draft.named_parameters()))

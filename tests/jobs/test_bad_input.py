@@ -23,6 +23,7 @@ from eagle3.jobs.train import train
 from eagle3.parallel.topology import start_distributed
 from eagle3.preflight.inputs import require_inputs, require_weights
 from eagle3.recipe.loading import dump_recipe, load_recipe
+from eagle3.states.store.folder import FORMAT
 from eagle3.targets.checkpoint import target_config
 from eagle3.text.conversations import read_conversations
 from eagle3.training.run_folder import Resume
@@ -491,7 +492,7 @@ def test_a_store_that_is_missing_foreign_or_incomplete_is_named(recipe, topology
     plain = load_recipe(recipe)
     captured = store_provenance(job_of(plain, topology))
     store.mkdir()
-    manifest = {"format": 2, "provenance": captured, "record": {}}
+    manifest = {"format": FORMAT, "provenance": captured, "record": {}}
     (store / "store.json").write_text(json.dumps(manifest), encoding="utf-8")
     capsys.readouterr()
     message = complaint(recipe, topology, *stored, "model.aux_layers=[0, 1, 2]")
@@ -500,7 +501,7 @@ def test_a_store_that_is_missing_foreign_or_incomplete_is_named(recipe, topology
     assert "captured with codec='none', this run has 'fp8'; set hidden_states.codec to that" in message
     message = complaint(recipe, topology, *stored, "target.teacher=logits")
     assert "captured with teacher=None, this run has 'logits'" in message
-    foreign = {"format": 2, "provenance": {**captured, "target": 32 * "a"}, "record": {"target": "owner/other"}}
+    foreign = {"format": FORMAT, "provenance": {**captured, "target": 32 * "a"}, "record": {"target": "owner/other"}}
     (store / "store.json").write_text(json.dumps(foreign), encoding="utf-8")
     message = complaint(recipe, topology, *stored)
     assert f"captured with 'owner/other' as target (fingerprint {32 * 'a'}), this run's model.target has" in message

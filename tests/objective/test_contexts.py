@@ -21,7 +21,7 @@ def test_every_hit_is_counted_once_in_its_context_however_the_stream_is_dealt():
     lengths = (700, 90, 1500)
     ids = [torch.randint(99, (length,), generator=generator) for length in lengths]
     masks = [torch.rand(length, generator=generator) < 0.3 for length in lengths]
-    stream, contexts = Stream.pack(ids, masks), contexts_up_to(max(lengths), "reference")
+    stream, contexts = Stream.pack(ids, masks, "reference"), contexts_up_to(max(lengths))
     hit = torch.rand(STEPS, stream.tokens, generator=generator) < 0.5  # by step and predicted row
 
     expected = torch.zeros(2, len(contexts), STEPS, dtype=torch.int64)

@@ -141,7 +141,8 @@ def test_ranks_that_read_samples_in_different_orders_load_each_of_the_batch_once
         loaded += group[0]["alone"]
     actual = []
     for stream in (one.stream for one in loaded):
-        masks = stream.supervised.split(torch.bincount(stream.document).tolist())
+        marked = torch.zeros(stream.tokens, dtype=torch.bool).index_fill(0, stream.teacher - 1, True)
+        masks = marked.split(torch.bincount(stream.document).tolist())
         actual += [(*ids.tolist(), *mask.tolist()) for ids, mask in zip(documents_of(stream), masks, strict=True)]
     expected = []
     for place in case.documents or range(len(LENGTHS)):

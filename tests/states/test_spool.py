@@ -115,14 +115,14 @@ def test_of_a_request_for_some_rows_those_alone_come_back(tmp_path, window, cuts
         reader = SpoolReader(spool.path, 0)
         location = reader.wait(ticket)
         seen, taught = (rows.nonzero().flatten() for rows in reader.kept(location))
-        assert taught.tolist() == [21, 22, 23, 24, 38]
+        assert taught.tolist() == [20, 21, 22, 23, 24, 38]
         # a query sees 5 keys; queries of 3 steps begin 2 rows before a supervised row; row 0 is always there
         assert seen.tolist() == ([0, *range(14, 24), *range(31, 38)] if window else [*range(40)])
         got = reader.read(location, seen, taught)
         for name, kind in states.named().items():
             assert torch.equal(got.named()[name], kind[seen if name == "aux" else taught]), name
         encoding = HookSettings("spool", "float32", "target", HIDDEN).encoding
-        needed = 4096 + 40 * 13 + 4 * HIDDEN * (3 * len(seen) + 5)
+        needed = 4096 + 40 * 13 + 4 * HIDDEN * (3 * len(seen) + 6)
         assert 0 <= spool_bytes(encoding, 40, wanted) - needed < 8, "but for checksums"
         spool.remove(ticket, 0)
         assert sorted(os.listdir(spool.path)) == [LOCK, RESERVE]
@@ -471,6 +471,7 @@ def test_of_a_sample_whose_spans_are_drawn_anew_only_the_drawn_ones_are_asked_fo
             SpooledSource(SpoolReader(spool.path, 0), spool.job, ask),
             lambda _stream, plan, rows: (plan, rows),
             steps=3,
+            rule="served",
             sharding=SequenceSharding(),
             data=Alone(),
             sequence=Alone(),

@@ -426,7 +426,7 @@ def test_what_is_not_a_store_is_refused(tmp_path):
             attempt(tmp_path)
     assert list(tmp_path.glob("*.safetensors"))
     (tmp_path / "store.json").write_text('{"format": 1}')
-    with pytest.raises(UserError, match="store format 1, this version reads 2"):
+    with pytest.raises(UserError, match="store format 1, this version reads 3"):
         open_store(tmp_path)
 
 

@@ -162,6 +162,7 @@ def run(folder: Path, world: int) -> None:
                 source,
                 rows_alone,
                 steps=STEPS,
+                rule="reference",
                 sharding=case.sharding,
                 data=topology.data,
                 sequence=topology.sequence,
@@ -207,7 +208,7 @@ def agree(topology: "Topology") -> dict[str, str | None]:
         return None
 
     def order_of(samples: SampleSet, batch: list[Drawn] = batch[:4]) -> bytes:
-        place = {"sharding": SequenceSharding(), "data": topology.data, "sequence": topology.sequence}
+        place = {"rule": "served", "sharding": SequenceSharding(), "data": topology.data, "sequence": topology.sequence}
         return StreamLoader(samples.sorted_by_id(), None, rows_alone, steps=STEPS, **place).order_identity(batch)
 
     checks: dict[str, Callable[[], str | None]] = {
