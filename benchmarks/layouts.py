@@ -114,7 +114,9 @@ def pack(documents: Sequence[Runs], vocabulary: int = VOCABULARY) -> Stream:
     """A stream of random tokens with the documents' loss masks."""
     generator = torch.Generator().manual_seed(0)
     masks = [torch.cat([torch.full((length,), supervised) for length, supervised in runs]) for runs in documents]
-    return Stream.pack([torch.randint(vocabulary, (len(mask),), generator=generator) for mask in masks], masks, "reference")
+    return Stream.pack(
+        [torch.randint(vocabulary, (len(mask),), generator=generator) for mask in masks], masks, "reference"
+    )
 
 
 def turns(tokens: int, prompt: int, answer: int) -> Runs:

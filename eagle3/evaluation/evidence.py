@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eagle3.draft.interchange import ExportedDraft
 from eagle3.evaluation.teacher_forced import ForcedDrafts, WrittenText
-from eagle3.objective.losses import contexts_up_to
+from eagle3.objective.chains import contexts_up_to
 
 Vocabulary = Callable[[int], str]  # the text of a token
 SOUND, SOUND_LATER = 0.5, 0.4  # shares from which on a draft without a known fault is called sound

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3.console import Say
 from eagle3.errors import UserError
-from eagle3.objective.losses import SHORTEST, contexts_up_to
+from eagle3.objective.chains import SHORTEST, contexts_up_to
 from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, read_conversations
 from eagle3.text.samples import SampleSet

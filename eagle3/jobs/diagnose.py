@@ -28,7 +28,7 @@ from eagle3.evaluation.speculative import (
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
 from eagle3.jobs.evaluate import decoding_of, prompts_of, target_of, with_pay_offs
 from eagle3.jobs.job import KnownTarget
-from eagle3.objective.losses import contexts_up_to
+from eagle3.objective.chains import contexts_up_to
 from eagle3.parallel.topology import Topology
 from eagle3.planning.gpus import DEFAULT_GPU
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers

@@ -262,7 +262,6 @@ def _trainer(
     make = _batch_maker(job, supply, draft, topology).micro_batch
     place = {
         "steps": training.ttt_steps,
-        "rule": training.rows,
         "sharding": SequenceSharding(sizes.ulysses, sizes.ring, sizes.layout, sizes.query_selection),
         "data": topology.data,
         "sequence": topology.sequence,
@@ -276,8 +275,9 @@ def _trainer(
         engine=engine,
         norms=NormLimit(engine, training.skip_above_norm),
         gradient_scale=gradient_scale(topology.data.size(), training.accumulation),
-        train_loader=StreamLoader(train, supply.source, make, **place),
-        held_out_loader=StreamLoader(held_out, supply.held_out_source, make, **place),
+        train_loader=StreamLoader(train, supply.source, make, rule=training.rows, **place),
+        # on the rows that an engine uses, whichever are trained
+        held_out_loader=StreamLoader(held_out, supply.held_out_source, make, rule="served", **place),
         checkpoints=Checkpoints(run.folder.checkpoints, training.keep_checkpoints, run.identity, console.warn, console),
         console=console,
         watchdog=run.watchdog,

@@ -57,6 +57,7 @@ class Distilled(NamedTuple):
     surrogate: Tensor  # scalar; its gradient is this stream's share of the loss's gradient
     sums: StepSums  # what losses and metrics need
     correct: Tensor  # [K, M] bool: supervised positions where the draft's best token is the teacher's
+    overlap: Tensor  # [K, M]: the chance that sampling at temperature 1 accepts the draft's token; 0 if not supervised
 
 
 def loss_row_bytes(steps: int, columns: int, hidden: int, dtype: torch.dtype, overwrites: bool = True) -> int:
@@ -131,10 +132,10 @@ def distill(
     kernel = blocks.kernel or loss_candidates(head.device, head.dtype)[0]
     rows = loss_rows(blocks.size, loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.overwrites))
     norm_weights = () if norm is None else norm.parameters()
-    surrogate, cross_entropy, overlap, correct = _Distill.apply(
+    surrogate, cross_entropy, overlap, correct, chances = _Distill.apply(
         weights, group, norm, (rows, kernel), head, teacher, query_of, *outputs, *norm_weights
     )
-    return Distilled(surrogate, StepSums(cross_entropy, overlap, correct.sum(1).double()), correct)
+    return Distilled(surrogate, StepSums(cross_entropy, overlap, correct.sum(1).double()), correct, chances)
 
 
 class _Gradients:
@@ -213,9 +214,10 @@ class _Distill(torch.autograd.Function):
                 gradients.add(d_logits, hidden, normed, head, query_of[:, block])
             del softmaxes, d_logits, hidden, selected, normed  # free them before the next block allocates its own
         sums = torch.where(counted, terms, 0).sum(-1, dtype=torch.float64)
+        chances = torch.where(supervised, terms[1], 0)
         if group.size() > 1 and len(teacher.best):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)
-            for partial in (sums, *([] if gradients is None else [*gradients.outputs, *gradients.norm])):
+            for partial in (sums, chances, *([] if gradients is None else [*gradients.outputs, *gradients.norm])):
                 dist.all_reduce(partial, group=group)
         correct = supervised & (best == teacher.best)
         cross_entropy, overlap = sums
@@ -224,8 +226,8 @@ class _Distill(torch.autograd.Function):
             norm_gradients = [g.to(w.dtype) for g, w in zip(gradients.norm, gradients.norm_weights, strict=True)]
             of_outputs = (whole[:-1] for whole in gradients.outputs)
             ctx.save_for_backward(gradients.head.to(head.dtype), *of_outputs, *norm_gradients)
-        ctx.mark_non_differentiable(cross_entropy, overlap, correct)
-        return surrogate.to(exact), cross_entropy, overlap, correct
+        ctx.mark_non_differentiable(cross_entropy, overlap, correct, chances)
+        return surrogate.to(exact), cross_entropy, overlap, correct, chances
 
     @staticmethod
     def backward(ctx, grad, *_):

@@ -1,7 +1,6 @@
-"""The numbers of a global batch: its loss, with the weights that make one backward pass exact for it; accuracies,
-acceptance rates, the acceptance length that they simulate, and that length by context."""
+"""The numbers of a global batch: its loss, with the weights that make one backward pass exact for it; accuracies and
+acceptance rates."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar, assert_never
 
@@ -9,11 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from eagle3.objective.chains import ChainCounts
 from eagle3.objective.distill import StepSums, StepWeights
-from eagle3.parallel.sequence import SequencePlan, Stream
 from eagle3.transfer import send
-
-SHORTEST = 512  # tokens; the first entry of every list of contexts
 
 
 @dataclass(frozen=True)
@@ -109,8 +106,6 @@ class Metrics:
     step_losses: list[float]
     accuracy: list[float]  # share of supervised positions where the draft's best token is the teacher's
     acceptance_rate: list[float]  # mean probability, over counted positions, that sampling accepts the draft's token
-    # sum over k of the product of accuracy[0..k]: the drafted tokens that greedy verification would accept
-    simulated_acceptance_length: float
     counted: int
     supervised: int
     tokens: int
@@ -128,7 +123,6 @@ def batch_metrics(config: LossConfig, sums: StepSums, counts: BatchCounts) -> Me
         step_losses=value.steps.tolist(),
         accuracy=accuracy.tolist(),
         acceptance_rate=(sums.overlap / counts.counted.clamp(min=1)).tolist(),
-        simulated_acceptance_length=float(accuracy.cumprod(0).sum()),
         counted=int(counts.counted[0]),
         supervised=int(counts.supervised[0]),
         tokens=counts.tokens,
@@ -143,41 +137,7 @@ def sum_counts(counts: BatchCounts, group: dist.ProcessGroup, device: torch.devi
     return BatchCounts(packed[:steps], packed[steps : 2 * steps], int(packed[-1]))
 
 
-class ContextCounts(NamedTuple):
-    """Positions by context, each [B, K] int64 with one column per TTT step."""
-
-    correct: Tensor  # supervised positions where the draft's best token is the teacher's
-    supervised: Tensor  # all supervised positions
-
-    def __add__(self, other: "ContextCounts") -> "ContextCounts":
-        return ContextCounts(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def acceptance(self) -> list[float | None]:
-        """For each context, the drafted tokens that greedy verification would accept, as in Metrics; None if nothing
-        with that context is supervised."""
-        accuracy = self.correct.double() / self.supervised.clamp(min=1)  # double(): dividing integers would give fp32
-        lengths = accuracy.cumprod(1).sum(1).tolist()
-        return [length if n else None for length, n in zip(lengths, self.supervised[:, 0].tolist(), strict=True)]
-
-
-def contexts_up_to(longest: int) -> list[int]:
-    """Contexts of 512, 1024, 2048, ... tokens, up to the first that is at least `longest`."""
-    doublings = ((longest - 1) // SHORTEST).bit_length() if longest > SHORTEST else 0
-    return [SHORTEST * 2**doubling for doubling in range(doublings + 1)]
-
-
-def count_by_context(stream: Stream, plan: SequencePlan, correct: Tensor, contexts: Sequence[int]) -> ContextCounts:
-    """Counts for this rank's part of one stream.
-
-    correct: [K, M] bool, from Distilled.
-    contexts: [B], ascending. A position belongs to the first context that is not below it; none may exceed the last.
-    """
-    context = torch.bucketize(stream.position[plan.teacher], torch.tensor(contexts))
-    nothing = torch.zeros(len(contexts), len(correct), dtype=torch.int64)
-    return ContextCounts(*(nothing.index_add(0, context, hits.cpu().t().long()) for hits in (correct, plan.supervised)))
-
-
-Sums = TypeVar("Sums", StepSums, ContextCounts)
+Sums = TypeVar("Sums", StepSums, ChainCounts)
 
 
 def sum_sums(sums: Sums, group: dist.ProcessGroup, device: torch.device | None = None) -> Sums:

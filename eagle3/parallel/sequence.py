@@ -64,10 +64,11 @@ class Stream:
         rows = torch.arange(int(stops[-1]))
         starts = stops - lengths
         within = [taught(mask.bool(), rule) for mask in loss_masks]
-        teacher, first = (torch.cat([rows + start for rows, start in zip(each, starts, strict=True)]) for each in zip(*within, strict=True))
-        return cls(
-            torch.cat(list(ids)).long(), document, rows - starts[document], stops[document] - 1, teacher, first
+        teacher, first = (
+            torch.cat([rows + start for rows, start in zip(each, starts, strict=True)])
+            for each in zip(*within, strict=True)
         )
+        return cls(torch.cat(list(ids)).long(), document, rows - starts[document], stops[document] - 1, teacher, first)
 
     @property
     def tokens(self) -> int:
@@ -99,8 +100,8 @@ class SequencePlan:
     rows: Tensor  # keys and queries together (at least one row): the rows whose auxiliary states this rank reads
     key_slots: Tensor  # [N]: indices of `keys` in `rows`, ascending; padding points at the last row
     query_slots: Tensor  # [Q]: the same for `queries`
-    # [K, M]: at [k, m], the index in `queries` of the query t = teacher[m] - 1 - k; -1 if that does not count in step k,
-    # or is not on this rank
+    # [K, M]: at [k, m], the index in `queries` of the query t = teacher[m] - 1 - k; -1 if that does not count in step
+    # k, or is not on this rank
     query_of: Tensor
     ring_keys: Tensor  # [ring, ulysses * N]: the keys on every ring rank
     ring_queries: Tensor  # [ulysses * Q]: the queries of this rank's Ulysses group, in the group's order

@@ -194,8 +194,8 @@ def _held_out(run: RunRecord) -> str | None:
         return None
     positions = " ".join(map(number, simulated_positions(run)))
     return (
-        f"{best['simulated_acceptance_length']:.2f} drafted tokens accepted (simulated, greedy, the target's own not "
-        f"counted; by position {positions}) at step {best['step']:,}, whose weights these are"
+        f"acceptance length {best['acceptance_length']:.2f} (greedy, from hidden states; by position {positions}) at "
+        f"step {best['step']:,}, whose weights these are"
     )
 
 

@@ -46,13 +46,10 @@ from eagle3.reporting.record import (
 )
 
 TRAINING, HELD_OUT = "training", "held out"
-ABOUT_ACCEPTED = (
-    "Drafts that a greedy verification would accept, from hidden states; accepted drafts in the step lines. An "
-    "acceptance length also counts the target's own token: it is 1 more."
-)
+ABOUT_HELD_OUT = "Tokens produced per pass of the target, if the held-out answers were decoded greedily."
 ABOUT_RATE = (
     "Probability that sampling at temperature 1 accepts the draft of each TTT step, given that all before it are "
-    "accepted. Early in training it is far above accepted drafts: flat distributions overlap even if their best "
+    "accepted. Early in training it is far above the accuracies: flat distributions overlap even if their best "
     "tokens differ."
 )
 ABOUT_POSITIONS = (
@@ -83,11 +80,7 @@ def about_loss(run: RunRecord) -> str:
 
 
 def _loss(run: RunRecord, name: str, title: str, key: str) -> Plot:
-    return _course(run, name, title, key, loss_label(run), about_loss(run))
-
-
-def _course(run: RunRecord, name: str, title: str, key: str, label: str, about: str) -> Plot:
-    """A chart of one number over the steps, in training and on held-out text."""
+    """Over the steps, in training and on held-out text."""
     values, held_out = column(run.train, key), column(run.held_out, key)
     all_steps = column(run.train, "step")
     label_of_training = f"{TRAINING} ({_window(values)}, {_from_to(values)})"
@@ -99,8 +92,8 @@ def _course(run: RunRecord, name: str, title: str, key: str, label: str, about: 
     if np.isfinite(held_out).any():
         series.append(Series(HELD_OUT, column(run.held_out, "step"), held_out, VERMILLION, "dots"))
         alt += f"; held out it ends at {_text(held_out[-1])}"
-    axis = number_axis(label, [each.y for each in series])
-    return Plot(name, title, about, f"{alt}.", step_axis(all_steps), axis, series)
+    axis = number_axis(loss_label(run), [each.y for each in series])
+    return Plot(name, title, about_loss(run), f"{alt}.", step_axis(all_steps), axis, series)
 
 
 def _from_to(values: np.ndarray) -> str:
@@ -227,6 +220,16 @@ def pay_off_plot(name: str, series: Sequence[Series], about: str, summary: str) 
     return Plot(name, title, about, f"{title}: {summary}.", contexts, axis, [*series, loses])
 
 
+def _held_out(run: RunRecord, name: str, title: str) -> Plot | None:
+    steps, lengths = column(run.held_out, "step"), column(run.held_out, "acceptance_length")
+    if not np.isfinite(lengths).any():
+        return None
+    series = [Series(HELD_OUT, steps, lengths, VERMILLION, dotted=True)]
+    axis = number_axis("tokens per verification", [lengths])
+    alt = f"{title}: from {_text(lengths[0])} to {_text(lengths[-1])}."
+    return Plot(name, title, ABOUT_HELD_OUT, alt, step_axis(steps), axis, series)
+
+
 def _pay_off(run: RunRecord, name: str, _: str) -> Plot | None:
     """A line for each batch, with the best number of draft tokens at each context."""
     series, sources = [], []
@@ -309,12 +312,6 @@ OF_STEPS: tuple[tuple[str, str, str, Callable[[RunRecord, str, str, str], Plot]]
     ("total_loss", "Loss", "loss", _loss),
     ("loss", "Loss by TTT step", "step_losses", _step_losses),
     (
-        "accepted",
-        "Accepted drafts, simulated",
-        "simulated_acceptance_length",
-        partial(_course, label="drafts per verification", about=ABOUT_ACCEPTED),
-    ),
-    (
         "acceptance",
         "Acceptance rate by TTT step",
         "acceptance_rate",
@@ -338,6 +335,7 @@ OF_STEPS: tuple[tuple[str, str, str, Callable[[RunRecord, str, str, str], Plot]]
 )
 # File name, title, the function that draws it, and what is missing if it draws nothing.
 OTHERS: tuple[tuple[str, str, Callable[[RunRecord, str, str], Plot | None], str], ...] = (
+    ("held_out", "Acceptance length, held out", _held_out, "nothing was held out, or not measured yet"),
     (
         "positions",
         "Accepted by draft position",

@@ -9,7 +9,7 @@ import numpy as np
 
 from eagle3.durable import write_bytes, write_text, writing
 from eagle3.errors import UserError
-from eagle3.reporting.charts import ABOUT_ACCEPTED, about_loss, contexts_plot, curve_series, loss_label
+from eagle3.reporting.charts import ABOUT_HELD_OUT, about_loss, contexts_plot, curve_series, loss_label
 from eagle3.reporting.markdown import Markdown, Table, escaped, summary_rows
 from eagle3.reporting.page import rendered
 from eagle3.reporting.plot import COLOURS, Plot, Series, count_axis, image, number_axis, step_axis, thinned
@@ -141,8 +141,8 @@ def _condition(record: Record, name: str) -> Any:
 
 
 def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
-    """Charts of loss and accepted drafts by step and by supervised tokens, and of acceptance by context, if runs have
-    them."""
+    """Charts of loss and held-out acceptance by step and by supervised tokens, and of acceptance by context, if runs
+    have them."""
     coloured = [*zip(compared, itertools.cycle(COLOURS), strict=False)]
     abouts = {about_loss(each.run) for each in compared}
     about = (
@@ -151,11 +151,11 @@ def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
     courses = (
         ("loss", "loss", "Loss", loss_label(compared[0].run), about),
         (
-            "accepted",
-            "simulated_acceptance_length",
-            "Accepted drafts, simulated",
-            "drafts per verification",
-            ABOUT_ACCEPTED,
+            "held-out-acceptance",
+            "acceptance_length",
+            "Acceptance length, held out",
+            "tokens per verification",
+            ABOUT_HELD_OUT,
         ),
     )
     plots = [_course(coloured, over, *course) for course in courses for over in ("step", "tokens")]

@@ -126,8 +126,7 @@ def _results(run: RunRecord) -> dict[str, Any]:
         and f"{loss:#.5g} (mean of the last {min(LAST, len(run.train))} steps)",
         f"loss held out, {WEIGHTED}": best.get("loss") is not None
         and f"{best['loss']:#.5g} (at step {best['step']:,})",
-        "accepted drafts, simulated": best
-        and f"{number(best['simulated_acceptance_length'])} held out (the target's own token not counted)",
+        "acceptance length held out": best and f"{number(best['acceptance_length'])} (from hidden states, greedy)",
         "acceptance length": length is not None
         and f"{length:.2f} (the target's own token counted; {rule(result)}, "
         f"{counted(result['conversations'], 'conversation')}"

@@ -29,7 +29,7 @@ from eagle3.reporting.record import (
 )
 
 SECTIONS = {  # title -> names of the charts
-    "Training": ("total_loss", "accepted", "loss", "acceptance", "learning_rate", "gradient_norm"),
+    "Training": ("total_loss", "held_out", "loss", "acceptance", "learning_rate", "gradient_norm"),
     "Acceptance": ("positions", "contexts", "pay_off"),
     "Speed and memory": ("throughput", "memory"),
     "Data": ("lengths",),
@@ -113,10 +113,9 @@ def _tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     return [
         ("Acceptance length", number(result.get("acceptance_length")), length_note),
         (
-            "Accepted drafts, held out",
-            number(best.get("simulated_acceptance_length")),
-            "per verification, simulated, the target's own token not counted; "
-            f"loss {number(best.get('loss'))}, at step {best['step']}"
+            "Acceptance length, held out",
+            number(best.get("acceptance_length")),
+            f"from hidden states, greedy; loss {number(best.get('loss'))}, at step {best['step']}"
             if best
             else "not measured",
         ),

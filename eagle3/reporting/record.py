@@ -28,7 +28,7 @@ from eagle3.training.run_folder import RunFolder
 Record = dict[str, Any]
 
 MOVE_AWAY = "move it away, and report and card are made without it"
-FEW = 1000  # positions; with fewer, the acceptance length is uncertain by more than about 0.05
+FEW = 700  # verifications; with fewer, the acceptance length is uncertain by more than about 0.05
 
 
 class Contents(BaseModel):
@@ -98,10 +98,10 @@ class RunRecord:
     def exported(self) -> Record:
         """The held-out record of the exported draft or, if none was exported, the best one (the first of equals). Empty
         if nothing was measured."""
-        known = [record for record in self.held_out if record.get("simulated_acceptance_length") is not None]
+        known = [record for record in self.held_out if record.get("acceptance_length") is not None]
         if self.exports:
             known = [record for record in known if record["step"] == self.exports[-1]]
-        return max(known, key=lambda record: record["simulated_acceptance_length"], default={})
+        return max(known, key=lambda record: record["acceptance_length"], default={})
 
     @property
     def pace(self) -> Pace:
@@ -277,14 +277,14 @@ def measured_curve(by_context: Record) -> Curve:
 
 
 def estimated_curve(run: RunRecord) -> Curve | None:
-    """The acceptance curve estimated from the exported draft's held-out record: draft tokens that would be accepted,
-    plus the target's own. nan for contexts with fewer than FEW positions; None if all have fewer."""
-    names = ("contexts", "acceptance_by_context", "supervised_by_context")
-    contexts, accepted, supervised = (columns([run.exported], name)[0] for name in names)
-    known = supervised >= FEW
-    if not len(contexts) or not (known & np.isfinite(accepted)).any():
+    """The acceptance curve of the exported draft's held-out record. nan for contexts with fewer than FEW verifications;
+    None if all have fewer."""
+    names = ("contexts", "acceptance_by_context", "verifications_by_context")
+    contexts, lengths, verifications = (columns([run.exported], name)[0] for name in names)
+    known = verifications >= FEW
+    if not len(contexts) or not (known & np.isfinite(lengths)).any():
         return None
-    return Curve(contexts, np.where(known, 1 + accepted, np.nan), np.full((len(contexts), 2), np.nan))
+    return Curve(contexts, np.where(known, lengths, np.nan), np.full((len(contexts), 2), np.nan))
 
 
 def simulated_positions(run: RunRecord) -> list[float]:

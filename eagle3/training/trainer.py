@@ -15,18 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from eagle3.console import Console, Progress, duration
 from eagle3.errors import SharedUserError
 from eagle3.kernels.choice import changes
+from eagle3.objective.chains import contexts_up_to, count_chains
 from eagle3.objective.distill import Distilled, StepSums, StepWeights
-from eagle3.objective.losses import (
-    BatchCounts,
-    LossConfig,
-    Metrics,
-    batch_metrics,
-    contexts_up_to,
-    count_by_context,
-    step_weights,
-    sum_counts,
-    sum_sums,
-)
+from eagle3.objective.losses import BatchCounts, LossConfig, Metrics, batch_metrics, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import MicroBatch
 from eagle3.parallel.topology import Topology, agreed, require_agreement
 from eagle3.parallel.watchdog import Watchdog
@@ -49,11 +40,11 @@ class Course:
     skipped_in_a_row: int = 0  # the same, since the last step that was not skipped
     kernels: dict[str, str | None] = field(default_factory=dict)  # names, see eagle3.kernels.choice
 
-    def see(self, step: int, metrics: Metrics) -> bool:
+    def see(self, step: int, acceptance_length: float) -> bool:
         """Records a held-out measurement. Returns whether it is the best so far."""
-        better = metrics.simulated_acceptance_length > self.best_acceptance
+        better = acceptance_length > self.best_acceptance
         if better:
-            self.best_step, self.best_acceptance = step, metrics.simulated_acceptance_length
+            self.best_step, self.best_acceptance = step, acceptance_length
         return better
 
 
@@ -96,8 +87,7 @@ class Trainer:
         require_agreement("order of the samples", order, "clear data.cache_dir on that node and start again")
         tracker = agreed(self._tracker if self.topology.is_first else None)
         self.console(
-            f"in step lines loss is the weighted sum over {self.training.ttt_steps} TTT steps; accepted drafts are "
-            "simulated, without the target's own token"
+            f"in step lines loss is the weighted sum over {self.training.ttt_steps} TTT steps, accuracy the first one's"
         )
         busy = 0.0  # seconds spent in steps so far, to estimate the time left
         profile, profiler = self.training.profile, None
@@ -123,9 +113,8 @@ class Trainer:
                 }
                 tracker.write(done, "train", metrics.as_dict() | measured)
                 self.console(
-                    f"step {done}/{self.steps}  loss {metrics.loss:.4f}  accepted drafts "
-                    f"{metrics.simulated_acceptance_length:.3f}  rate {rate:.2e}  norm {outcome.norm:.3f}  "
-                    f"{speed:,.0f} tokens/s  {memory:.1f} GiB  "
+                    f"step {done}/{self.steps}  loss {metrics.loss:.4f}  accuracy {metrics.accuracy[0]:.3f}  "
+                    f"rate {rate:.2e}  norm {outcome.norm:.3f}  {speed:,.0f} tokens/s  {memory:.1f} GiB  "
                     f"{duration(busy / (done - start) * (self.steps - done))} left"
                 )
             self._see_skipped(step, outcome, tracker)
@@ -156,7 +145,7 @@ class Trainer:
         best = self.course.best_step
         if best is None or best == self.steps or not self.checkpoints.load_whole(self.engine, best):
             return self.steps
-        self.console(f"exporting the checkpoint of step {best}: the most accepted drafts on held-out samples")
+        self.console(f"exporting the checkpoint of step {best}: the largest acceptance length on held-out samples")
         return best
 
     def _resume(self) -> int:
@@ -256,7 +245,8 @@ class Trainer:
             return False
         size = self.training.global_batch_size
         contexts = contexts_up_to(int(loader.samples.lengths[:count].max()))
-        sums, counts, by_context = [], [], []
+        chain = min(self.recipe.evaluation.draft_tokens, self.training.ttt_steps)
+        sums, counts, chains = [], [], []
         progress = Progress(self.console, "measuring on held-out samples", count, "samples")
         for start in range(0, count, size):
             self.watchdog.at(f"the held-out measurement of step {step}, from sample {start}")
@@ -265,21 +255,31 @@ class Trainer:
             for stream in streams:
                 distilled = self._without_gradients(stream)
                 sums.append(distilled.sums)
-                by_context.append(count_by_context(stream.stream, stream.plan, distilled.correct, contexts))
+                chains.append(
+                    [
+                        count_chains(stream.stream, stream.plan, accepted[:chain], contexts, self.topology.sequence)
+                        for accepted in (distilled.correct, distilled.overlap)
+                    ]
+                )
             counts.append(self._counts(streams))
             progress.advance(len(batch))
         metrics = batch_metrics(self.loss_config, sum_sums(reduce(add, sums), self.topology.batch), reduce(add, counts))
-        totals = sum_sums(reduce(add, by_context), self.topology.batch, self.topology.device)
-        best = self.course.see(step, metrics)
+        greedy, sampled = (
+            sum_sums(reduce(add, each), self.topology.batch, self.topology.device) for each in zip(*chains, strict=True)
+        )
+        best = self.course.see(step, greedy.length)
         if tracker:
             numbers = {
+                "draft_tokens": chain,
+                "acceptance_length": greedy.length,
+                "acceptance_length_sampled": sampled.length,
                 "contexts": contexts,
-                "acceptance_by_context": totals.acceptance(),
-                "supervised_by_context": totals.supervised[:, 0].tolist(),
+                "acceptance_by_context": greedy.lengths(),
+                "verifications_by_context": greedy.verifications.tolist(),
             }
             tracker.write(step, "held_out", metrics.as_dict() | numbers)
             self.console(
-                f"held out: loss {metrics.loss:.4f}  accepted drafts {metrics.simulated_acceptance_length:.3f}"
+                f"held out: loss {metrics.loss:.4f}  acceptance length {greedy.length:.3f} with {chain} draft tokens"
                 f"{'  (best so far)' if best else ''}"
             )
         return best

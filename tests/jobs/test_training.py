@@ -164,8 +164,8 @@ def test_sequence_and_tensor_parallel_runs_follow_one_process(tmp_path, target, 
     for name in runs:
         assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / name), 1e-5)
         for record in metrics(tmp_path / name, "held_out"):  # all of these samples lie in the shortest context
-            assert record["acceptance_by_context"] == [pytest.approx(record["simulated_acceptance_length"], rel=1e-12)]
-            assert record["supervised_by_context"] == [record["supervised"]] and record["contexts"] == [512]
+            assert record["acceptance_by_context"] == [pytest.approx(record["acceptance_length"], rel=1e-12)]
+            assert record["contexts"] == [512] and len(record["verifications_by_context"]) == 1
         exported = load_file(tmp_path / name / "export" / "model.safetensors")
         assert exported.keys() == expected.keys()
         assert all(torch.allclose(exported[key], expected[key], rtol=1e-4, atol=1e-4) for key in expected)
@@ -236,7 +236,7 @@ def test_a_run_exports_a_draft_and_judges_it_with_its_target(tmp_path, target, t
 
     warm = [f"model.draft.init_from={run / 'export'}", "training.learning_rate=1e-9", f"output.dir={tmp_path / 'warm'}"]
     train(load_recipe(tmp_path / "recipe.yaml", warm), ZERO2, topology)
-    best = max(metrics(run, "held_out"), key=lambda record: record["simulated_acceptance_length"])
+    best = max(metrics(run, "held_out"), key=lambda record: record["acceptance_length"])
     assert math.isclose(metrics(tmp_path / "warm", "held_out")[0]["loss"], best["loss"], rel_tol=1e-5)
 
     narrowed = [*warm[:2], "model.draft.window=6", "training.max_steps=2", f"output.dir={tmp_path / 'narrowed'}"]

@@ -55,7 +55,7 @@ def _check(
     config: LossConfig = KL,
     streams: Sequence[Sequence[Document]] | None = None,
 ) -> Trained:
-    """Assert that training equals the definition by both rules, in fp64 and in fp32, and in fp64 also if whole steps are
+    """Assert that training equals the definition by both rules, in fp64 and fp32, and in fp64 also if whole steps are
     recomputed in small pieces. Returns what training computed by the reference's in fp64 without recomputation."""
     _check_rule(replace(case, rows="served"), topology, steps, config, streams)
     return _check_rule(case, topology, steps, config, streams)

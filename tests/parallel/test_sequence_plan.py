@@ -134,7 +134,7 @@ SIZES = [(ulysses, ring) for ulysses in (1, 2, 4) for ring in (1, 2, 4)]
 
 
 def _sharded(count: int = 9) -> Iterator[tuple[list, int, Rule, Stream, SequenceSharding, list[SequencePlan]]]:
-    """Masks, steps, rule, stream, sharding and the plans of all ranks, for `count` streams with every size. One stream is
+    """Masks, steps, rule, stream, sharding and all ranks' plans, for `count` streams with every size. One stream is
     empty."""
     for seed, (ulysses, ring) in enumerate(SIZES * count):
         source, rule = random.Random(1000 + seed), RULES[seed % 2]

@@ -18,6 +18,8 @@ from eagle3.reporting.compare import (
 )
 from eagle3.reporting.record import measured_curve
 
+COURSES = {f"{name}-by-{over}" for name in ("loss", "held-out-acceptance") for over in ("step", "tokens")}
+
 
 def test_runs_are_compared_in_one_table_and_one_chart(report, tmp_path):
     short, long = (write_run(tmp_path / name, steps=3) for name in ("a", "b"))
@@ -31,7 +33,7 @@ def test_runs_are_compared_in_one_table_and_one_chart(report, tmp_path):
     rows = written.splitlines()
     assert rows[0] == "| context | short | long |" and "8 a context" in rows[-1]
     assert rows[3] == "| 1k | 2.50 [2.40, 2.60] (300) | 2.90 [2.85, 2.95] (300) |"
-    names = {"acceptance-by-context", "loss-by-step", "loss-by-tokens", "accepted-by-step", "accepted-by-tokens"}
+    names = {"acceptance-by-context", *COURSES}
     assert {chart.stem for chart in out.glob("*.png")} == names
     assert all(chart.read_bytes().startswith(b"\x89PNG") for chart in out.glob("*.png"))
     page = (out / "comparison.html").read_text(encoding="utf-8")
@@ -48,9 +50,9 @@ def test_the_courses_of_two_runs_are_their_own_numbers_by_step_and_by_supervised
     for run in (short, long):
         run.by_context.unlink()
     plots = {plot.name: plot for plot in compared_plots(read_compared([short.path, long.path], None))}
-    assert set(plots) == {"loss-by-step", "loss-by-tokens", "accepted-by-step", "accepted-by-tokens"}
-    by_kind = {"training": "train", "held out": "held_out"}
-    for name, key in (("loss", "loss"), ("accepted", "simulated_acceptance_length")):
+    assert set(plots) == COURSES
+    both, held_out = {"training": "train", "held out": "held_out"}, {"held out": "held_out"}
+    for name, key, by_kind in (("loss", "loss", both), ("held-out-acceptance", "acceptance_length", held_out)):
         for run, label in ((short, "a"), (long, "b")):
             records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
             for group, kind in by_kind.items():

@@ -39,7 +39,7 @@ from eagle3.reporting.record import estimated_curve, read_run, simulated_positio
 from eagle3.reporting.report import write_report, write_up
 from eagle3.training.run_folder import Resume, RunFolder
 
-CHARTS = {"total_loss", "accepted", "loss", "acceptance", "learning_rate", "gradient_norm"}
+CHARTS = {"total_loss", "held_out", "loss", "acceptance", "learning_rate", "gradient_norm"}
 CHARTS |= {"positions", "contexts", "pay_off", "throughput", "memory", "lengths"}
 VOID = {"meta", "img", "br"}
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -113,7 +113,7 @@ def test_every_chart_of_training_says_what_its_number_is(run):
     for text in (
         "each weighted 0.8 times the one before, summed",
         "Each TTT step's own loss, without a weight",
-        "accepted drafts in the step lines. An acceptance length also counts the target's own token: it is 1 more.",
+        "Tokens produced per pass of the target, if the held-out answers were decoded greedily",
         "Probability that sampling at temperature 1 accepts the draft of each TTT step",
     ):
         assert text in page.text, text
@@ -197,7 +197,7 @@ def test_numbers_that_are_not_finite_leave_gaps(run):
     records = [json.loads(line) for line in run.metrics.read_text(encoding="utf-8").splitlines()]
     for record in records[:50]:
         record |= {"loss": None, "step_losses": [None] * 4, "tokens_per_second": None, "memory_gib": None}
-    records[-1] |= {"simulated_acceptance_length": None, "accuracy": [None] * 4}  # a held-out one
+    records[-1] |= {"acceptance_length": None, "accuracy": [None] * 4}  # a held-out one
     records.append({"step": 9, "kind": "skipped", "gradient_norm": None, "samples": ["ab"]})
     lines = [json.dumps(record) for record in records]
     run.metrics.write_text("\n".join([*lines, '{"step": 10, "ki']), encoding="utf-8")  # and a line cut off by a kill
@@ -375,7 +375,7 @@ def test_without_matplotlib_the_launcher_says_how_to_install_it(report, run, mon
     assert code == 2 and 'pip install -e ".[report]"' in error and error.count("\n") == 1
 
 
-def test_simulated_acceptance_is_that_of_the_exported_draft(run):
+def test_held_out_acceptance_is_that_of_the_exported_draft(run):
     record = read_run(run.path)
     assert record.exported["step"] == STEPS
     assert simulated_positions(record) == pytest.approx(np.cumprod(record.exported["accuracy"]))
@@ -472,7 +472,7 @@ def test_what_looks_wrong_is_told_with_its_number_and_the_key_to_change(run, tro
 
 def test_a_single_point_is_told_in_a_sentence_and_is_no_chart(run):
     change(run.by_context, contexts=by_context([2.9] * 5)["contexts"][:1], pay_off=[])
-    _with_records(run, lambda record: record.update(supervised_by_context=[0] * len(record.get("contexts", []))))
+    _with_records(run, lambda record: record.update(verifications_by_context=[0] * len(record.get("contexts", []))))
     plots = {plot.name: plot for plot in charts(read_run(run.path))}
     assert not isinstance(plots["contexts"], Plot) and "2.90 at 512" in plots["contexts"].why
     assert isinstance(plots["positions"], Plot) and isinstance(plots["lengths"], Plot)

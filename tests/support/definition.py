@@ -93,9 +93,7 @@ class Defined:
         return self.correct / self.supervised.clamp(min=1)
 
 
-def random_case(
-    loss_masks: Sequence[Sequence[int]], seed: int = 0, rows: str = "reference", **changes: Any
-) -> Case:
+def random_case(loss_masks: Sequence[Sequence[int]], seed: int = 0, rows: str = "reference", **changes: Any) -> Case:
     """A case with one document per loss mask, of the mask's length, and a draft whose weights are far from their
     initial values. changes: to the small DraftConfig here. All numbers are fp32 values, so that they are the same in
     fp32 and every wider dtype."""

@@ -82,7 +82,6 @@ def _records(step: int, steps: int) -> list[dict[str, Any]]:
         "step_losses": losses.tolist(),
         "accuracy": accuracy.tolist(),
         "acceptance_rate": (accuracy * 0.95).tolist(),
-        "simulated_acceptance_length": float(accuracy.cumprod().sum()),
         "counted": 700,
         "supervised": 800,
         "tokens": 2000,
@@ -97,8 +96,11 @@ def _records(step: int, steps: int) -> list[dict[str, Any]]:
     if step % 100 == 0 or step == steps:
         by_context = {
             "contexts": [*CONTEXTS],
-            "acceptance_by_context": [1.8, 1.75, 1.7, 1.7, None],
-            "supervised_by_context": [9000, 9000, 9000, 9000, 0],
+            "draft_tokens": TTT_STEPS,
+            "acceptance_length": 1 + float(accuracy.cumprod().sum()),
+            "acceptance_length_sampled": 1 + 0.9 * float(accuracy.cumprod().sum()),
+            "acceptance_by_context": [2.8, 2.75, 2.7, 2.7, None],
+            "verifications_by_context": [9000.0, 9000.0, 9000.0, 9000.0, 0.0],
         }
         records.append({"kind": "held_out", **metrics, **by_context})
     return records

@@ -1,0 +1,105 @@
+"""Acceptance lengths from one pass, compared with decoding that is played out verification by verification."""
+
+import functools
+import random
+
+import pytest
+import torch
+
+from eagle3.objective.chains import ChainCounts, contexts_up_to, count_chains, walk
+from eagle3.parallel.sequence import Stream, plan_sequence
+
+STEPS = 3
+
+
+class Alone:
+    """A group of one rank."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("longest", "contexts"), [(1, [512]), (512, [512]), (513, [512, 1024]), (5000, [512, 1024, 2048, 4096, 8192])]
+)
+def test_contexts_double_until_the_longest_sample_fits(longest, contexts):
+    assert contexts_up_to(longest) == contexts
+
+
+def _drafted(right: torch.Tensor, token: int, depth: int) -> bool:
+    return bool(right[depth, token])
+
+
+def _decoded(right, first: int, end: int) -> list[tuple[int, int]]:
+    """Decode an answer of the tokens first..end, the first of them by the prefill. right(token, depth): whether the
+    draft of that token is right as proposal number `depth` of its chain. For each verification, the number of tokens
+    before it and of those that it adds."""
+    verifications, last = [], first  # the last token that is known
+    while last < end:
+        accepted = 0
+        while accepted < STEPS and last + accepted + 1 <= end and right(last + accepted + 1, accepted):
+            accepted += 1
+        added = min(accepted + 1, end - last)  # the target's own token, unless the answer ended with a draft
+        verifications.append((last + 1, added))
+        last += added
+    return verifications
+
+
+def test_chains_of_a_stream_are_those_of_decoding_each_answer():
+    source = random.Random(0)
+    for _ in range(30):
+        documents, masks = [], []
+        for _ in range(source.randint(1, 3)):
+            mask = []
+            while len(mask) < source.choice([5, 30, 700]):
+                mask += [False] * source.randint(1, 9) + [True] * source.randint(1, 12)
+            masks.append(torch.tensor(mask))
+            documents.append(torch.zeros(len(mask)))
+        stream, contexts = Stream.pack(documents, masks, "served"), [8, 64, 1024]
+        right = torch.rand(STEPS, stream.tokens, generator=torch.Generator().manual_seed(source.randrange(2**31))) < 0.5
+        plan = plan_sequence(stream, STEPS)
+        counts = count_chains(stream, plan, right[:, plan.teacher + 1], contexts, Alone())
+
+        tokens, verifications = [0] * 3, [0] * 3
+        for start, mask in zip(stream.starts, masks, strict=True):
+            edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff().nonzero().flatten().tolist()
+            for first, stop in zip(edges[::2], edges[1::2], strict=True):
+                drafted = functools.partial(_drafted, right[:, start:])
+                for known, added in _decoded(drafted, first, stop - 1):
+                    place = next(i for i, context in enumerate(contexts) if known <= context)
+                    tokens[place] += added
+                    verifications[place] += 1
+        assert counts.tokens.tolist() == tokens and counts.verifications.tolist() == verifications
+
+
+def test_with_chances_a_walk_gives_the_expected_verifications_and_tokens():
+    generator = torch.Generator().manual_seed(1)
+    for places in (1, 2, 3, 9):
+        chances = torch.rand(STEPS, places, generator=generator, dtype=torch.float64)
+        for step in range(STEPS):
+            chances[step, max(0, places - step) :] = 0  # proposals beyond the end
+
+        @functools.cache
+        def expected(place: int, places: int = places, chances: torch.Tensor = chances) -> float:
+            """Verifications from here to the end."""
+            if place >= places:
+                return 0.0
+            total, before = 1.0, 1.0
+            for accepted in range(STEPS + 1):
+                goes_on = float(chances[accepted, place]) if accepted < STEPS else 0.0
+                total += before * (1 - goes_on) * expected(place + accepted + 1)
+                before *= goes_on
+            return total
+
+        visits, added = walk(chances.cumprod(0))
+        assert sum(visits) == pytest.approx(expected(0), rel=1e-12)
+        assert sum(v * a for v, a in zip(visits, added, strict=True)) == pytest.approx(places, rel=1e-12)
+
+
+def test_a_length_is_tokens_by_verifications_and_unknown_where_nothing_was_verified():
+    counts = ChainCounts(torch.tensor([6.0, 0.0]), torch.tensor([4.0, 0.0]))
+    assert counts.length == 1.5 and counts.lengths() == [1.5, None]
+    assert ChainCounts(torch.zeros(2), torch.zeros(2)).length == 1.0
