@@ -1,7 +1,7 @@
 """Write a run's report again: report.html with its charts, and the model card beside the exported draft.
 
 Every training run writes them at its end. With --compare: several runs on one page, with tables and with charts of
-loss, accepted drafts and acceptance by context.
+loss, held-out acceptance and acceptance by context.
 """
 
 import argparse
