@@ -174,7 +174,7 @@ def prepare_rows(
     rows = Rows(aux, LastHidden(last, *summarize_teacher(last, head)))
     batch = BatchMaker(draft_id, own, dtype).micro_batch(stream, plan, rows).to(topology.device, residence)
     tokens = stream.tokens if topology.sequence.rank() == 0 else 0
-    counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), tokens)
+    counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), batch.samples, tokens)
     counts = sum_counts(counts, topology.batch, topology.device)
     objective = DraftObjective(draft.to(topology.device), topology, layout.mode, memory)
     return Prepared(objective, batch, step_weights(LossConfig(), counts, None), counts, plan)

@@ -138,7 +138,8 @@ def batch_of(
 
 
 def weights_of(batch: MicroBatch, loss: LossConfig = LOSS) -> StepWeights:
-    return step_weights(loss, BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), batch.tokens), None)
+    counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), batch.samples, batch.tokens)
+    return step_weights(loss, counts, None)
 
 
 def model_flops(config: DraftConfig, stream: Stream, plan: SequencePlan) -> dict[str, int]:

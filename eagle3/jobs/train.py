@@ -296,6 +296,7 @@ def _batch_maker(job: Job, supply: HiddenStateSupply, draft: Eagle3Draft, topolo
         own.dtype,
         supply.head.transform,
         slice(rank * len(own), (rank + 1) * len(own)),
+        by_sample=job.recipe.training.normalization == "samples",
     )
 
 

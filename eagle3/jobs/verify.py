@@ -93,7 +93,7 @@ def run_case(
     objective = DraftObjective(draft, topology, ring_mode, memory, kernels).to(topology.device)
     batch = _micro_batch(case, topology, steps, sharding, draft.lm_head.weight)
     config, ranks = LossConfig(normalization="tokens"), topology.data.size()
-    counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), 0)
+    counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), batch.samples, 0)
     tokens = case.inputs["attention_mask"].numel()
     counts = sum_counts(counts, topology.batch, topology.device)._replace(tokens=tokens)
     weights = step_weights(config, counts, None)

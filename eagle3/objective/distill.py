@@ -22,8 +22,8 @@ BLOCK_BYTES = 2**30
 
 
 class StepSums(NamedTuple):
-    """Sums over positions, each [K] fp64. Counted positions are the supervised ones whose teacher token is in the draft
-    vocabulary."""
+    """Sums over positions, each [K] fp64; the first two are weighted by `shares`. Counted positions are the supervised
+    ones whose teacher token is in the draft vocabulary."""
 
     cross_entropy: Tensor  # -sum_v q log p (see _Distill), over counted positions
     overlap: Tensor  # the acceptance rate sum_v min(f, p), over counted positions
@@ -113,6 +113,7 @@ def distill(
     group: dist.ProcessGroup,
     norm: nn.Module | None = None,
     blocks: LossBlocks = USUAL_BLOCKS,
+    shares: Tensor | None = None,
 ) -> Distilled:
     """Compares K steps of draft outputs with the teacher.
 
@@ -128,12 +129,13 @@ def distill(
     query_of: [K, M], from the SequencePlan: the row of `outputs` for each teacher row, -1 where nothing is supervised.
         No row stands twice in a step.
     group: the tensor-parallel group.
+    shares: [K, M], what each position counts in the sums; None: 1.
     """
     kernel = blocks.kernel or loss_candidates(head.device, head.dtype)[0]
     rows = loss_rows(blocks.size, loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.overwrites))
     norm_weights = () if norm is None else norm.parameters()
     surrogate, cross_entropy, overlap, correct, chances = _Distill.apply(
-        weights, group, norm, (rows, kernel), head, teacher, query_of, *outputs, *norm_weights
+        weights, group, norm, (rows, kernel), head, teacher, query_of, shares, *outputs, *norm_weights
     )
     return Distilled(surrogate, StepSums(cross_entropy, overlap, correct.sum(1).double()), correct, chances)
 
@@ -184,7 +186,7 @@ class _Distill(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, weights, group, norm, blocks, head, teacher, query_of, *outputs_and_norm):
+    def forward(ctx, weights, group, norm, blocks, head, teacher, query_of, shares, *outputs_and_norm):
         rows, kernel = blocks
         outputs = outputs_and_norm[: len(query_of)]
         exact = torch.promote_types(head.dtype, torch.float32)
@@ -194,7 +196,8 @@ class _Distill(torch.autograd.Function):
         supervised = query_of >= 0
         counted, slots = supervised & (teacher.best >= 0), query_of.clamp(min=0)
         weights_of_steps = send(torch.stack(weights), head.device)  # [2, K]
-        factors = weights_of_steps.to(exact)[..., None] * counted
+        parts = counted if shares is None else counted * shares.to(exact)  # of each position in the sums
+        factors = weights_of_steps.to(exact)[..., None] * parts
         overlaps = bool(weights.overlap.any())
         for start in range(0, len(teacher.best), rows):
             block = slice(start, start + rows)
@@ -213,7 +216,7 @@ class _Distill(torch.autograd.Function):
             if gradients is not None:
                 gradients.add(d_logits, hidden, normed, head, query_of[:, block])
             del softmaxes, d_logits, hidden, selected, normed  # free them before the next block allocates its own
-        sums = torch.where(counted, terms, 0).sum(-1, dtype=torch.float64)
+        sums = (torch.where(counted, terms, 0) * parts).sum(-1, dtype=torch.float64)
         chances = torch.where(supervised, terms[1], 0)
         if group.size() > 1 and len(teacher.best):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)
@@ -234,7 +237,7 @@ class _Distill(torch.autograd.Function):
         # In place, to avoid a second copy. A second backward finds the tensors modified, which autograd refuses.
         head, *others = gradients = ctx.saved_tensors
         torch._foreach_mul_(gradients, grad.to(head.dtype))
-        return None, None, None, None, head, None, None, *others
+        return None, None, None, None, head, None, None, None, *others
 
 
 def loss_candidates(device: torch.device, dtype: torch.dtype) -> list[LossKernel]:

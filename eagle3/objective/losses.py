@@ -19,8 +19,9 @@ class LossConfig:
 
     name: Literal["kl", "lk_alpha", "lk_lambda"] = "kl"
     step_decay: float = 0.8  # TTT step k counts step_decay**k
-    # what the cross-entropy is divided by: counted positions or tokens
-    normalization: Literal["counted", "tokens"] = "counted"
+    # What the cross-entropy is divided by: counted positions or tokens. `samples`: each position counts as its share in
+    # the mean over its sample's, and the sum is divided by the samples.
+    normalization: Literal["counted", "tokens", "samples"] = "counted"
     kl_scale: float = 1.0  # of lk_lambda
     kl_decay: float = 3.0  # of lk_lambda
 
@@ -50,7 +51,12 @@ class BatchCounts(NamedTuple):
 
     counted: Tensor  # [K] int64: supervised positions of each step whose teacher token is in the draft vocabulary
     supervised: Tensor  # [K] int64: supervised positions of each step
+    samples: Tensor  # [K] int64: samples with supervised positions in each step
     tokens: int  # sum of the document lengths
+
+    def positions(self, config: LossConfig) -> Tensor:
+        """[K]: what a sum over positions is divided by for their mean."""
+        return self.samples if config.normalization == "samples" else self.counted
 
     def __add__(self, other: "BatchCounts") -> "BatchCounts":
         return BatchCounts(*(a + b for a, b in zip(self, other, strict=True)))
@@ -92,9 +98,9 @@ def _decayed(config: LossConfig, steps: Tensor) -> Tensor:
 
 def _step_losses(config: LossConfig, cross_entropy: Tensor, overlap: Tensor, counts: BatchCounts) -> Tensor:
     losses = []
-    for summed, accepted, counted in zip(cross_entropy, overlap, counts.counted.tolist(), strict=True):
-        divisor = counts.tokens if config.normalization == "tokens" else counted
-        losses.append(config.step_loss(summed / divisor, accepted / counted) if counted else 0 * summed)
+    for summed, accepted, count in zip(cross_entropy, overlap, counts.positions(config).tolist(), strict=True):
+        divisor = counts.tokens if config.normalization == "tokens" else count
+        losses.append(config.step_loss(summed / divisor, accepted / count) if count else 0 * summed)
     return torch.stack(losses)
 
 
@@ -122,7 +128,7 @@ def batch_metrics(config: LossConfig, sums: StepSums, counts: BatchCounts) -> Me
         loss=float(value.loss),
         step_losses=value.steps.tolist(),
         accuracy=accuracy.tolist(),
-        acceptance_rate=(sums.overlap / counts.counted.clamp(min=1)).tolist(),
+        acceptance_rate=(sums.overlap / counts.positions(config).clamp(min=1)).tolist(),
         counted=int(counts.counted[0]),
         supervised=int(counts.supervised[0]),
         tokens=counts.tokens,
@@ -131,10 +137,9 @@ def batch_metrics(config: LossConfig, sums: StepSums, counts: BatchCounts) -> Me
 
 def sum_counts(counts: BatchCounts, group: dist.ProcessGroup, device: torch.device) -> BatchCounts:
     """The sum over the ranks of `group`, which have different streams or different parts of one."""
-    packed = send(torch.cat((counts.counted, counts.supervised, torch.tensor([counts.tokens]))), device)
+    packed = send(torch.cat((*counts[:3], torch.tensor([counts.tokens]))), device)
     dist.all_reduce(packed, group=group)
-    packed, steps = packed.cpu(), len(counts.counted)
-    return BatchCounts(packed[:steps], packed[steps : 2 * steps], int(packed[-1]))
+    return BatchCounts(*packed[:-1].cpu().chunk(3), int(packed[-1]))
 
 
 Sums = TypeVar("Sums", StepSums, ChainCounts)

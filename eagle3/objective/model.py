@@ -32,6 +32,9 @@ class MicroBatch:
     teacher: Teacher
     query_of: Tensor  # [K, M], from the SequencePlan; M are its teacher rows, as in `teacher`
     tokens: int  # of the whole stream
+    samples: Tensor  # [K] int64: those of the whole stream that have supervised positions
+    # [K, M] fp64: of a position in the mean over its sample's; None: each position counts alike in the global batch
+    shares: Tensor | None = None
 
     def map(
         self, change: Callable[[Tensor], Tensor], change_rows: Callable[[Tensor], Tensor | StreamedRows]
@@ -43,6 +46,7 @@ class MicroBatch:
             inputs=self.inputs.map(change, change_rows),
             teacher=self.teacher.map(change, change_rows),
             query_of=change(self.query_of),
+            shares=None if self.shares is None else change(self.shares),
         )
 
     def to(self, device: torch.device, residence: Residence = "device") -> "MicroBatch":
@@ -71,6 +75,7 @@ class BatchMaker:
     dtype: torch.dtype
     transform: LogitTransform = LogitTransform()  # applied to what `head` yields
     columns: slice | None = None  # this rank's columns of a teacher's logits; None: all
+    by_sample: bool = False  # whether the loss is a mean over samples
 
     def micro_batch(self, stream: Stream, plan: SequencePlan, rows: Rows) -> MicroBatch:
         """Builds a micro-batch, in pinned memory if there is a GPU. rows: aux at plan.rows, teacher at plan.teacher, on
@@ -89,7 +94,10 @@ class BatchMaker:
             transform=self.transform,
         )
         inputs = unroll_inputs(stream, plan, len(plan.query_of), rows.aux.to(self.dtype))
-        return MicroBatch(inputs, teacher, plan.query_of, stream.tokens).map(pinned, pinned)
+        positions = stream.positions(len(plan.query_of))
+        shares = 1 / positions.clamp(min=1).double()[:, stream.document[plan.teacher]] if self.by_sample else None
+        samples = (positions > 0).sum(1)
+        return MicroBatch(inputs, teacher, plan.query_of, stream.tokens, samples, shares).map(pinned, pinned)
 
 
 @dataclass(frozen=True)
@@ -139,4 +147,5 @@ class DraftObjective(nn.Module):
             self.tensor,
             self.draft.output_norm,
             self.loss_blocks,
+            batch.shares,
         )

@@ -79,6 +79,12 @@ class Stream:
         """The first row of each document."""
         return (self.position == 0).nonzero().flatten().tolist()
 
+    def positions(self, steps: int) -> Tensor:
+        """[K, documents]: how many positions of each document count in each of `steps` steps."""
+        counts = self.teacher - 1 - torch.arange(steps)[:, None] >= self.first
+        nothing = torch.zeros(steps, len(self.starts), dtype=torch.long)
+        return nothing.index_add_(1, self.document[self.teacher], counts.long())
+
     def tokens_after(self, rows: Tensor, distance: int) -> Tensor:
         """The token ids at rows + distance; 0 beyond the end of a row's document."""
         ahead = rows + distance

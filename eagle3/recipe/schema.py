@@ -360,9 +360,10 @@ class Training(Section):
     )
     kl_scale: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="lk_lambda: weight of kl at acceptance 0")
     kl_decay: Annotated[float, Field(ge=0)] = Field(3.0, description="lk_lambda: how fast that weight decreases")
-    normalization: Literal["counted", "tokens"] = Field(
+    normalization: Literal["counted", "tokens", "samples"] = Field(
         "counted",
-        description="divide each TTT step's loss by its counted positions, or by all tokens of the global batch",
+        description="divide each TTT step's loss by its counted positions, or by all tokens of the global batch; "
+        "samples: the mean over samples, each of which counts alike, however long its answers are",
     )
     dtype: Precision = Field("float32", description="dtype of the draft; bfloat16 keeps fp32 masters in the optimiser")
     kernels: Literal["auto", "flash4", "flash", "efficient", "plain"] = Field(

@@ -298,8 +298,10 @@ class Trainer:
     def _counts(self, streams: Sequence[LoadedStream[MicroBatch]]) -> BatchCounts:
         counted = sum(stream.batch.counted() for stream in streams)
         supervised = sum(stream.plan.supervised.sum(1) for stream in streams)
-        tokens = sum(stream.stream.tokens for stream in streams) if self.topology.sequence.rank() == 0 else 0
-        return sum_counts(BatchCounts(counted, supervised, tokens), self.topology.batch, self.topology.device)
+        whole = int(self.topology.sequence.rank() == 0)  # one rank counts what belongs to whole streams
+        samples = whole * sum(stream.batch.samples for stream in streams)
+        tokens = whole * sum(stream.stream.tokens for stream in streams)
+        return sum_counts(BatchCounts(counted, supervised, samples, tokens), self.topology.batch, self.topology.device)
 
     def _placed(self, stream: LoadedStream[MicroBatch]) -> MicroBatch:
         return stream.batch.to(self.topology.device, self.recipe.memory.inputs)

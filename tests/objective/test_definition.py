@@ -70,13 +70,15 @@ def _check_rule(
 ) -> Trained:
     tokens = sum(len(document.ids) for document in case.documents)
     divide_by = tokens if config.normalization == "tokens" else None
-    defined = define(case, steps, Loss(config.name, divide_by, config.step_decay, config.kl_scale, config.kl_decay))
+    constants = config.step_decay, config.kl_scale, config.kl_decay
+    defined = define(case, steps, Loss(config.name, divide_by, *constants, config.normalization == "samples"))
     runs = [*((dtype, MemoryPlan()) for dtype in TOLERANCES), (torch.float64, IN_PIECES)]
     results = {run: train_case(case, topology, run[0], steps, config, streams, memory=run[1]) for run in runs}
     for (dtype, memory), trained in results.items():
         assert set(trained.gradients) == set(defined.gradients)
         assert torch.equal(trained.counts.counted, defined.counted)
         assert torch.equal(trained.counts.supervised, defined.supervised)
+        assert torch.equal(trained.counts.samples, defined.samples)
         wrong = {name: error for name, error in _errors(trained, defined).items() if error > TOLERANCES[dtype]}
         assert wrong == {}, (dtype, memory)
     return results[torch.float64, MemoryPlan()]
@@ -202,14 +204,14 @@ def test_draft_vocabularies_full_and_small_equal_the_definition(topology, size):
     assert counted == supervised if size == 40 else 0 < counted < supervised
 
 
-@pytest.mark.parametrize("normalization", ["counted", "tokens"])
+@pytest.mark.parametrize("normalization", ["counted", "tokens", "samples"])
 @pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
 def test_every_loss_in_both_normalizations_equals_the_definition(topology, loss, normalization):
     config = LossConfig(loss, normalization=normalization, kl_scale=0.7)
     _check(random_case(UNEQUAL, seed=14), topology, config=config)
 
 
-@pytest.mark.parametrize("normalization", ["counted", "tokens"])
+@pytest.mark.parametrize("normalization", ["counted", "tokens", "samples"])
 @pytest.mark.parametrize("loss", ["kl", "lk_alpha", "lk_lambda"])
 def test_accumulated_streams_equal_one_packed_stream_and_the_definition(topology, loss, normalization):
     """The second stream has no supervision at some steps, the third has none at all."""

@@ -40,7 +40,8 @@ every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @every_case
 def test_every_layout_gives_the_loss_and_gradients_of_the_definition_in_fp64(computed, case):
     data = case.case()
-    defined = define(data, STEPS, Loss(case.config.name, None, 0.8, case.config.kl_scale, case.config.kl_decay))
+    constants = 0.8, case.config.kl_scale, case.config.kl_decay
+    defined = define(data, STEPS, Loss(case.config.name, None, *constants, case.normalization == "samples"))
     numbers, gradients = read(computed / case_file(case, torch.float64))
     assert numbers["tokens"] == sum(len(document.ids) for document in data.documents)
     assert numbers["step_counts"] == defined.counted.tolist() and numbers["counted"] > 0

@@ -55,6 +55,7 @@ class Case:
 @dataclass(frozen=True)
 class Loss:
     """name: kl, lk_alpha or lk_lambda. divide_by: what each step's sum is divided by; None for its counted
+    positions. by_sample: each step is the mean over the documents that it supervises of the means over their supervised
     positions."""
 
     name: str = "kl"
@@ -62,23 +63,29 @@ class Loss:
     step_decay: float = 0.8
     kl_scale: float = 1.0
     kl_decay: float = 3.0
+    by_sample: bool = False
 
 
 class Sums(NamedTuple):
     """Sums over positions, [K] each: cross_entropy; overlap (the acceptance rate), with a gradient if the loss depends
-    on it; int64 correct, counted, supervised."""
+    on it; int64 correct, counted, supervised, and samples that are supervised."""
 
     cross_entropy: Tensor
     overlap: Tensor
     correct: Tensor
     counted: Tensor
     supervised: Tensor
+    samples: Tensor
+
+    def positions(self, loss: Loss) -> Tensor:
+        """What the first two are divided by for their means."""
+        return self.samples if loss.by_sample else self.counted
 
 
 @dataclass(frozen=True)
 class Defined:
-    """The batch's loss; [K] fp64 step_losses, correct, acceptance (0 where nothing counts), int64 counted, supervised;
-    and, by exported name, the gradients of everything but the embedding."""
+    """The batch's loss; [K] fp64 step_losses, correct, acceptance (0 where nothing counts), int64 counted, supervised,
+    samples; and, by exported name, the gradients of everything but the embedding."""
 
     loss: Tensor
     step_losses: Tensor
@@ -86,6 +93,7 @@ class Defined:
     acceptance: Tensor
     counted: Tensor
     supervised: Tensor
+    samples: Tensor
     gradients: dict[str, Tensor]
 
     @property
@@ -163,9 +171,10 @@ def define(case: Case, steps: int, loss: Loss) -> Defined:
         loss=total.detach(),
         step_losses=step_losses.detach(),
         correct=sums.correct.double(),
-        acceptance=(sums.overlap / sums.counted.clamp(min=1)).detach(),
+        acceptance=(sums.overlap / sums.positions(loss).clamp(min=1)).detach(),
         counted=sums.counted,
         supervised=sums.supervised,
+        samples=sums.samples,
         gradients=dict(zip(trained, gradients, strict=True)),
     )
 
@@ -175,7 +184,8 @@ def dense_loss(case: Case, weights: dict[str, Tensor], steps: int, loss: Loss) -
     number format of `weights`, which have exported names."""
     results = [_document(case, weights, document, steps, loss) for document in case.documents]
     sums = Sums(*(torch.stack(parts).sum(0) for parts in zip(*results, strict=True)))
-    step_losses = torch.stack([_step_loss(loss, *of_step) for of_step in zip(*sums[:2], sums.counted, strict=True)])
+    steps_of_batch = zip(*sums[:2], sums.positions(loss), strict=True)
+    step_losses = torch.stack([_step_loss(loss, *of_step) for of_step in steps_of_batch])
     total = sum(loss.step_decay**step * step_loss for step, step_loss in enumerate(step_losses))
     return total, step_losses, sums
 
@@ -255,7 +265,9 @@ def _document(case: Case, w: dict[str, Tensor], document: Document, steps: int, 
         with torch.set_grad_enabled(torch.is_grad_enabled() and loss.name != "kl"):
             overlap = torch.minimum(q_full[step:], log_p.exp()).sum(-1)[counts].sum()
         correct = (taught & (target_id[log_p.argmax(-1)] == y[step:])).sum()
-        sums.append((cross_entropy, overlap, correct, counts.sum(), taught.sum()))
+        if loss.by_sample:
+            cross_entropy, overlap = (each / taught.sum().clamp(min=1) for each in (cross_entropy, overlap))
+        sums.append((cross_entropy, overlap, correct, counts.sum(), taught.sum(), taught.any().long()))
         u = _shift(u)
     return Sums(*(torch.stack(column) for column in zip(*sums, strict=True)))
 

@@ -27,6 +27,7 @@ AXES = {
     "loss": ("kl", "lk_lambda", "lk_alpha"),
     "recompute": ("full", "none", "attention_kept"),
     "rows": ("served", "reference"),
+    "normalization": ("counted", "samples"),
 }
 STEPS, HEADS, MOST_PROCESSES = 5, 8, 8
 # tensor, Ulysses, ring, data: the smallest layout with every kind of group, although it exceeds MOST_PROCESSES
@@ -51,6 +52,7 @@ class Sharded:
     loss: str = "kl"
     recompute: str = "full"
     rows: str = "served"
+    normalization: str = "counted"
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -82,7 +84,7 @@ class Sharded:
 
     @property
     def config(self) -> LossConfig:
-        return LossConfig(self.loss, kl_scale=0.7)
+        return LossConfig(self.loss, normalization=self.normalization, kl_scale=0.7)
 
     def case(self) -> Case:
         masks = [mask for stream in self._masks() for mask in stream]

@@ -52,6 +52,7 @@ def stream_batch(
     sharding: SequenceSharding = ALONE,
     residence: Residence = "device",
     teacher_kind: TeacherKind = "hidden",
+    by_sample: bool = False,
 ) -> MicroBatch:
     """This rank's part of one packed stream. teacher_kind: how the teacher's rows are given."""
     stream = Stream.pack([each.ids for each in documents], [each.loss_mask for each in documents], case.rows)
@@ -68,6 +69,7 @@ def stream_batch(
         dtype,
         transform,
         slice(rank * width, (rank + 1) * width),
+        by_sample,
     )
     teacher_rows = (
         DraftLogits(case.teacher_logits(taught.to(exact))[:, case.t2d], *teacher)
@@ -79,10 +81,12 @@ def stream_batch(
 
 def batch_counts(batches: Sequence[MicroBatch], topology: Topology) -> BatchCounts:
     """Counts over the global batch."""
+    whole = int(topology.sequence.rank() == 0)
     counts = BatchCounts(
         counted=torch.stack([batch.counted() for batch in batches]).sum(0),
         supervised=torch.stack([batch.supervised.sum(1) for batch in batches]).sum(0),
-        tokens=sum(batch.tokens for batch in batches) if topology.sequence.rank() == 0 else 0,
+        samples=whole * torch.stack([batch.samples for batch in batches]).sum(0),
+        tokens=whole * sum(batch.tokens for batch in batches),
     )
     return sum_counts(counts, topology.batch, topology.device)
 
@@ -119,11 +123,12 @@ def train_case(
     order."""
     draft = load_draft(case, topology, dtype)
     objective = DraftObjective(draft, topology, ring_mode, memory)
-    streams = streams or [case.documents]
+    streams, by_sample = streams or [case.documents], config.normalization == "samples"
     each = len(streams) // topology.data.size()
     mine = streams[topology.data.rank() * each :][:each]
     batches = [
-        stream_batch(case, documents, steps, dtype, topology, sharding, residence, teacher_kind) for documents in mine
+        stream_batch(case, documents, steps, dtype, topology, sharding, residence, teacher_kind, by_sample)
+        for documents in mine
     ]
     counts = batch_counts(batches, topology)
     weights = batch_weights(objective, batches, counts, config, topology)
