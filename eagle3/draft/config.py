@@ -28,6 +28,7 @@ _ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "attn_factor", "partial_rotary_factor"),
 )
+MOST_AUX_LAYERS = 8  # that a draft reads
 DRAFTED_TOKENS = 32_000  # size of the draft vocabulary in EAGLE3's own drafts
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 
@@ -48,10 +49,11 @@ class DraftConfig:
     rms_norm_eps: float = 1e-6
     rope_parameters: dict[str, Any] = field(default_factory=dict)  # as in transformers: rope_type, rope_theta, ...
     aux_layers: tuple[int, ...] | None = None  # 0-based target layers whose outputs the draft reads
-    fc_norm: bool = False  # whether each of the three target states is normed before they are fused
+    num_aux_hidden_states: int = 3  # how many those are, also if it is not known which
+    fc_norm: bool = False  # whether each of the target's states is normed before they are fused
     norm_output: bool = False  # whether a step hands on its normed output instead of the un-normed one
     # Of drafts from elsewhere; recipes have no keys for them.
-    norm_before_fc: bool = False  # whether the three target states are normed together before they are fused
+    norm_before_fc: bool = False  # whether the target's states are normed together before they are fused
     norm_before_residual: bool = False  # whether attention's output is added to the normed hidden state
     window: int | None = None  # most keys that a query sees, its own included; None: all
     token_ids: dict[str, Any] = field(default_factory=dict)  # the target's bos_, eos_ and pad_token_id
@@ -91,10 +93,17 @@ class DraftConfig:
                 f"set model.draft.vocab_size to at most {self.vocab_size}",
             ),
         )
+        if self.aux_layers is not None:
+            object.__setattr__(self, "num_aux_hidden_states", len(self.aux_layers))
         rope = {"rope_type": "default", "rope_theta": 10000.0, **self.rope_parameters}
         _check_rope(rope)
         whole = _with_attention_factor(rope) if rope["rope_type"] == "yarn" else rope
         object.__setattr__(self, "rope_parameters", whole)
+
+    @property
+    def aux_width(self) -> int:
+        """Width of the target's states that the draft fuses, side by side."""
+        return self.num_aux_hidden_states * self.target_hidden_size
 
     def check_parallel(self, tensor: int, ulysses: int) -> None:
         """Raises UserError, naming sizes that would work, if the draft cannot be divided by these degrees. Fewer
@@ -166,7 +175,17 @@ class DraftConfig:
             ),
             (act != "silu", f"hidden_act is {shown(act)}, but only silu is supported; use a draft with silu"),
         )
-        heads = values["num_attention_heads"]
+        heads, aux_layers = values["num_attention_heads"], _aux_layers(values, eagle, origin)
+        states = values.get("num_aux_hidden_states") or len(aux_layers or range(3))
+        named = states if aux_layers is None else len(aux_layers)
+        _refuse(
+            origin,
+            (
+                type(states) is not int or not 1 <= states <= MOST_AUX_LAYERS or states != named,
+                f"num_aux_hidden_states is {shown(states)}, and {named} layers are named; a draft reads 1 to "
+                f"{MOST_AUX_LAYERS}: fix the file",
+            ),
+        )
         return cls(
             hidden_size=values["hidden_size"],
             target_hidden_size=values.get("target_hidden_size") or values["hidden_size"],
@@ -179,7 +198,8 @@ class DraftConfig:
             max_position_embeddings=values.get("max_position_embeddings", 2048),
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
             rope_parameters=rope_parameters(values),
-            aux_layers=_aux_layers(values, eagle, origin),
+            aux_layers=aux_layers,
+            num_aux_hidden_states=states,
             fc_norm=bool(values.get("fc_norm") or values.get("use_aux_norm")),
             norm_output=bool(values.get("norm_output")),
             norm_before_fc=bool(eagle.get("norm_before_fc", values.get("norm_before_fc"))),
@@ -217,6 +237,7 @@ class DraftConfig:
             "norm_output": self.norm_output,
             **{name: True for name in ("norm_before_fc", "norm_before_residual") if getattr(self, name)},
             **({} if self.window is None else {"layer_types": [_SLIDING], "sliding_window": self.window}),
+            "num_aux_hidden_states": self.num_aux_hidden_states,
             _AUX_LAYERS: [layer + 1 for layer in self.aux_layers] if self.aux_layers else None,
             "eagle_config": {
                 _AUX_LAYERS: list(self.aux_layers) if self.aux_layers else None,

@@ -24,7 +24,6 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.pointwise import Pointwise, Rotate, SwiGLU, pointwise_candidates
 from eagle3.draft.rope import RotaryEmbedding, Rotation
 
-AUX_LAYERS = 3
 INITIAL_SCALE = 0.02
 
 
@@ -85,19 +84,18 @@ class Eagle3Draft(MegatronModule):
         super().__init__(config=config)
         self.draft_config, self.pg_collection = draft_config, groups
         self.rope = RotaryEmbedding(draft_config)
-        hidden, wide = draft_config.hidden_size, draft_config.target_hidden_size
+        hidden, states = draft_config.hidden_size, draft_config.num_aux_hidden_states
         padded = -(-draft_config.vocab_size // groups.tp.size()) * groups.tp.size()
         self.embedding = VocabParallelEmbedding(
             padded, hidden, init_method=config.init_method, config=config, tp_group=groups.tp
         )
         self.embedding.weight.requires_grad_(False)
         norm = {"config": config, "eps": config.layernorm_epsilon}
-        norms = (WrappedTorchNorm(hidden_size=wide, **norm) for _ in range(AUX_LAYERS))
+        norms = (WrappedTorchNorm(hidden_size=draft_config.target_hidden_size, **norm) for _ in range(states))
         self.fc_norm = nn.ModuleList(norms) if draft_config.fc_norm else None
-        self.input_norm = (
-            WrappedTorchNorm(hidden_size=AUX_LAYERS * wide, **norm) if draft_config.norm_before_fc else None
-        )
-        self.fc = nn.Linear(AUX_LAYERS * wide, hidden, bias=False, dtype=dtype)
+        wide = draft_config.aux_width
+        self.input_norm = WrappedTorchNorm(hidden_size=wide, **norm) if draft_config.norm_before_fc else None
+        self.fc = nn.Linear(wide, hidden, bias=False, dtype=dtype)
         config.init_method(self.fc.weight)
         self.layer = Eagle3Layer(config, groups.tp)
         self.norm = WrappedTorchNorm(hidden_size=hidden, **norm)
@@ -118,13 +116,12 @@ class Eagle3Draft(MegatronModule):
         return self.draft_config.head_dim**-0.5
 
     def fuse(self, aux: Tensor) -> Tensor:
-        """Maps aux [N, 3Ht], the three target layers from low to high, to fused states h [N, H]."""
+        """Maps aux [N, A Ht], the outputs of A target layers from low to high, to fused states h [N, H]."""
         if self.input_norm is not None:
             aux = self.input_norm(aux)
         if self.fc_norm is not None:
-            aux = torch.cat(
-                [norm(part) for norm, part in zip(self.fc_norm, aux.chunk(AUX_LAYERS, -1), strict=True)], -1
-            )
+            parts = aux.chunk(len(self.fc_norm), -1)
+            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
         return self.fc(aux)
 
     @property

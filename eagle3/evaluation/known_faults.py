@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from eagle3.draft.interchange import EMBEDDING, ExportedDraft
-from eagle3.draft.model import AUX_LAYERS
 from eagle3.evaluation.teacher_forced import WrittenText
 
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)
@@ -23,6 +22,7 @@ FACTORS = (2.0, 4.0, 8.0, 16.0, 32.0)
 WINDOWS = tuple(2**power for power in range(4, 13))
 CLAMPS = (2048, 4096)  # lengths of the tables of positions that trainers and engines keep
 HEAD = "lm_head.weight"
+PERMUTED = 4  # layers; of more, only the reverse order is tried
 LAYER_IDS = "eagle_config.eagle_aux_hidden_state_layer_ids"
 CONFIG = "config.json"
 
@@ -102,7 +102,8 @@ def _configured(reading: Reading, name: str, remedy: str, **values: Any) -> Chan
 def _of_states(reading: Reading) -> Iterator[Change]:
     layers = reading.exported.config.aux_layers
     shifted = [tuple(layer + shift for layer in layers) for shift in (-1, 1)]
-    for other in (*shifted, *permutations(sorted(layers))):
+    orders = permutations(sorted(layers)) if len(layers) <= PERMUTED else [tuple(sorted(layers, reverse=True))]
+    for other in (*shifted, *orders):
         if other != layers and all(layer in reading.texts[0].states for layer in other):
             yield _configured(
                 reading,
@@ -194,8 +195,8 @@ def _of_norms(reading: Reading) -> Iterator[Change]:
     weights_of = {  # the sizes of the weights that go with a key, by their names
         "norm_output": {},
         "norm_before_residual": {},
-        "fc_norm": {f"fc_norm.{place}.weight": wide for place in range(AUX_LAYERS)},
-        "norm_before_fc": {"input_norm.weight": AUX_LAYERS * wide},
+        "fc_norm": {f"fc_norm.{place}.weight": wide for place in range(config.num_aux_hidden_states)},
+        "norm_before_fc": {"input_norm.weight": config.aux_width},
     }
     for key, sizes in weights_of.items():
         value = not getattr(config, key)

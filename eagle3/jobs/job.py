@@ -42,7 +42,7 @@ class KnownTarget:
     chat_template: str | None  # Jinja source; None for the tokenizer's own
 
     @cached_property
-    def aux_layers(self) -> tuple[int, int, int]:
+    def aux_layers(self) -> tuple[int, ...]:
         """The target layers that the draft reads. Raises UserError if there are no such layers."""
         return aux_layers_of(self.recipe, self.config)
 

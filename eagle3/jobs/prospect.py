@@ -108,7 +108,7 @@ def require_fitting_start(recipe: Recipe, shape: DraftConfig) -> None:
         )
 
 
-def aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, int, int]:
+def aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, ...]:
     """The target layers that the draft reads: those of model.aux_layers, of model.draft.config, or the default. Raises
     UserError if there are no such layers."""
     model = recipe.model
@@ -142,4 +142,7 @@ def store_encoding(prospect: Prospect) -> Encoding:
     """How rows are encoded in a store."""
     recipe, shape = prospect.recipe, prospect.shape
     width = shape.draft_vocab_size if recipe.target.teacher == "logits" else None
-    return Encoding(hidden_size=shape.target_hidden_size, teacher_width=width, **stored_settings(recipe))
+    states = shape.num_aux_hidden_states
+    return Encoding(
+        hidden_size=shape.target_hidden_size, aux_layers=states, teacher_width=width, **stored_settings(recipe)
+    )

@@ -161,6 +161,7 @@ def hook_settings(job: Job) -> HookSettings:
         dtype=job.recipe.hidden_states.dtype,
         target=job.fingerprint,
         hidden_size=job.config.hidden_size,
+        aux_layers=len(job.aux_layers),
     )
     if job.recipe.target.teacher == "hidden":
         return settings

@@ -54,7 +54,7 @@ def host_bytes(planned: Planned, share: Share) -> int:
     """Bytes of pinned host memory for one stream. (torch rounds each of the two parts up to a power of two.)"""
     if planned.residence == "device":
         return 0
-    return 3 * share.rows * planned.draft.target_hidden_size * planned.itemsize + share.teacher * planned.teacher_bytes
+    return share.rows * planned.draft.aux_width * planned.itemsize + share.teacher * planned.teacher_bytes
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Rank:
                 "weights": (planned.weights.trained + planned.weights.embedding) * planned.itemsize,
                 "projections": planned.weights.project * planned.itemsize,  # the weights of q, k and v as one
                 "teacher head": 0 if logits else planned.columns * draft.target_hidden_size * planned.itemsize,
-                "hidden states": 3 * aux * draft.target_hidden_size * planned.itemsize + last * planned.teacher_bytes,
+                "hidden states": aux * draft.aux_width * planned.itemsize + last * planned.teacher_bytes,
                 "indices": INDEX * index + share.teacher * (9 * steps + INDEX + planned.exact),
                 "keys": 2 * share.keys * planned.shared_width * copies * planned.itemsize,
             }

@@ -163,10 +163,10 @@ class Weights:
 
     @classmethod
     def of(cls, draft: DraftConfig, tensor: int) -> "Weights":
-        hidden, wide = draft.hidden_size, draft.target_hidden_size
+        hidden, wide = draft.hidden_size, draft.aux_width
         heads = (draft.num_attention_heads + 2 * draft.num_key_value_heads) * draft.head_dim // tensor
         return cls(
-            entry=3 * wide * hidden + (3 * wide if draft.fc_norm or draft.norm_before_fc else 0),
+            entry=wide * hidden + (wide if draft.fc_norm or draft.norm_before_fc else 0),
             project=2 * hidden * heads + 2 * hidden,
             finish=hidden * draft.num_attention_heads * draft.head_dim // tensor
             + 3 * hidden * draft.intermediate_size // tensor
@@ -193,7 +193,7 @@ def step_flops(planned: Planned, share: Share) -> Flops:
     ranks."""
     draft, sizes, steps = planned.draft, planned.sizes, planned.steps
     hidden, wide, columns = draft.hidden_size, draft.target_hidden_size, planned.columns
-    fc = share.rows * 2 * 3 * wide * hidden
+    fc = share.rows * 2 * draft.aux_width * hidden
     keys = 2 * 2 * hidden * 2 * planned.key_width
     project = share.queries * (steps * 2 * 2 * hidden * planned.query_width + (steps - 1) * keys)
     finish = share.queries * steps * 2 * hidden * (planned.query_width + 3 * draft.intermediate_size // sizes.tensor)

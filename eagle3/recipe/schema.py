@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from eagle3.draft.config import check_rope_keys
+from eagle3.draft.config import MOST_AUX_LAYERS, check_rope_keys
 from eagle3.recipe.section import Count, Fraction, LocalPath, LocalText, Named, Positive, Precision, Section, no_url
 from eagle3.text.datasets import preset_source
 
@@ -91,9 +91,11 @@ class Model(Section):
         "but all of it in SGLang, which has one switch",
     )
     target_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    aux_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=3, max_length=3)] | None = Field(
-        None,
-        description="three 0-based target layers whose outputs the draft reads, low to high; default 1, n//2-1, n-4",
+    aux_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MOST_AUX_LAYERS)] | None = (
+        Field(
+            None,
+            description="0-based target layers whose outputs the draft reads, low to high; default 1, n//2-1, n-4",
+        )
     )
     draft: Draft = Draft()
     demo: Demo = Demo()
@@ -106,7 +108,7 @@ class Model(Section):
     @model_validator(mode="after")
     def _aux_layers_ascend(self) -> "Model":
         if self.aux_layers and sorted(set(self.aux_layers)) != self.aux_layers:
-            raise ValueError(f"aux_layers is {self.aux_layers}: name three different layers, low to high")
+            raise ValueError(f"aux_layers is {self.aux_layers}: name different layers, low to high")
         return self
 
 

@@ -48,7 +48,7 @@ class DraftLogits(TeacherRows):
 class Rows:
     """Hidden states of some tokens, and the target's predictions after the same tokens or different ones."""
 
-    aux: Tensor  # [n, 3*Ht]: residual stream after each of three target layers, low to high, concatenated
+    aux: Tensor  # [n, A*Ht]: residual stream after each of A target layers, low to high, concatenated
     teacher: TeacherRows  # m rows
 
     @property

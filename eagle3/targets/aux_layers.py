@@ -29,12 +29,12 @@ def default_aux_layers(num_layers: int, model_type: str | None = None) -> tuple[
     return low, middle, high
 
 
-def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> tuple[int, int, int]:
-    """Return `aux_layers` as a tuple. Raises UserError unless they are three ascending layers below `num_layers`."""
+def check_aux_layers(aux_layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Return `aux_layers` as a tuple. Raises UserError unless they are ascending layers below `num_layers`."""
     layers = tuple(aux_layers)
-    if len(layers) != 3 or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= num_layers:
+    if not layers or list(layers) != sorted(set(layers)) or layers[0] < 0 or layers[-1] >= num_layers:
         raise UserError(
             f"model.aux_layers: {list(layers)} does not fit a target with {num_layers} layers; "
-            f"name three different layers of 0..{num_layers - 1}, low to high"
+            f"name different layers of 0..{num_layers - 1}, low to high"
         )
     return layers

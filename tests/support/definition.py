@@ -19,7 +19,7 @@ from eagle3.draft.config import DraftConfig
 
 @dataclass(frozen=True)
 class Document:
-    """ids [T] int64; loss_mask [T] bool; aux [T, 3Ht] and last [T, Ht], the target's hidden states."""
+    """ids [T] int64; loss_mask [T] bool; aux [T, A Ht] and last [T, Ht], the target's hidden states."""
 
     ids: Tensor
     loss_mask: Tensor
@@ -129,7 +129,7 @@ def random_case(loss_masks: Sequence[Sequence[int]], seed: int = 0, rows: str = 
     query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     weights = {
         "embed_tokens.weight": normal(config.vocab_size, hidden),
-        "fc.weight": matrix(hidden, 3 * wide),
+        "fc.weight": matrix(hidden, config.aux_width),
         "midlayer.self_attn.q_proj.weight": 2 * matrix(query, 2 * hidden),
         "midlayer.self_attn.k_proj.weight": 2 * matrix(key, 2 * hidden),
         "midlayer.self_attn.v_proj.weight": matrix(key, 2 * hidden),
@@ -142,16 +142,16 @@ def random_case(loss_masks: Sequence[Sequence[int]], seed: int = 0, rows: str = 
     for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
         weights[f"{name}.weight"] = 1 + normal(hidden, scale=0.3)
     if config.norm_before_fc:
-        weights["input_norm.weight"] = 1 + normal(3 * wide, scale=0.3)
+        weights["input_norm.weight"] = 1 + normal(config.aux_width, scale=0.3)
     if config.fc_norm:
-        weights |= {f"fc_norm.{i}.weight": 1 + normal(wide, scale=0.3) for i in range(3)}
+        weights |= {f"fc_norm.{i}.weight": 1 + normal(wide, scale=0.3) for i in range(config.num_aux_hidden_states)}
     t2d = torch.zeros(config.vocab_size, dtype=torch.bool)
     t2d[torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size]] = True
     documents = tuple(
         Document(
             ids=torch.randint(config.vocab_size, (len(mask),), generator=generator),
             loss_mask=torch.tensor(mask, dtype=torch.bool),
-            aux=normal(len(mask), 3 * wide, scale=2.0),
+            aux=normal(len(mask), config.aux_width, scale=2.0),
             last=normal(len(mask), wide),
         )
         for mask in loss_masks
@@ -219,8 +219,8 @@ def _document(case: Case, w: dict[str, Tensor], document: Document, steps: int, 
     if config.norm_before_fc:
         aux = _rms(aux, w["input_norm.weight"], eps)
     if config.fc_norm:
-        thirds = aux.chunk(3, -1)
-        aux = torch.cat([_rms(third, w[f"fc_norm.{i}.weight"], eps) for i, third in enumerate(thirds)], -1)
+        states = aux.chunk(config.num_aux_hidden_states, -1)
+        aux = torch.cat([_rms(state, w[f"fc_norm.{i}.weight"], eps) for i, state in enumerate(states)], -1)
     h = aux @ w["fc.weight"].T
     group = config.num_attention_heads // config.num_key_value_heads
     distance = torch.arange(length)[:, None] - torch.arange(length)

@@ -28,6 +28,7 @@ AXES = {
     "recompute": ("full", "none", "attention_kept"),
     "rows": ("served", "reference"),
     "normalization": ("counted", "samples"),
+    "states": (3, 1, 5),
 }
 STEPS, HEADS, MOST_PROCESSES = 5, 8, 8
 # tensor, Ulysses, ring, data: the smallest layout with every kind of group, although it exceeds MOST_PROCESSES
@@ -53,6 +54,7 @@ class Sharded:
     recompute: str = "full"
     rows: str = "served"
     normalization: str = "counted"
+    states: int = 3
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -100,6 +102,7 @@ class Sharded:
             vocab_size=41,
             draft_vocab_size=36,
             fc_norm=True,
+            num_aux_hidden_states=self.states,
         )
 
     def dealt(self, case: Case) -> list[list[Document]]:

@@ -55,6 +55,7 @@ class Encoding:
     codec: CodecName
     dtype: StoreDtype
     hidden_size: int  # the target's
+    aux_layers: int = 3  # target layers whose states a row of `aux` has
     chunk_bytes: int = CHUNK_BYTES  # before encoding
     # Numbers in a row of `last` if it holds logits over the draft vocabulary; None if it holds last hidden states.
     teacher_width: int | None = None
@@ -72,7 +73,7 @@ class Encoding:
 
     def width(self, name: str) -> int:
         """Numbers in a row of `aux` or `last`."""
-        return 3 * self.hidden_size if name == "aux" else self.teacher_width or self.hidden_size
+        return self.aux_layers * self.hidden_size if name == "aux" else self.teacher_width or self.hidden_size
 
     def seen_rows(self, loss_mask: Tensor) -> Tensor:
         """Mask of a sample's rows whose auxiliary states are kept: bool [T]."""

@@ -410,9 +410,7 @@ class SGLangTarget:
     Raises UserError if the servers refuse a request.
     """
 
-    def __init__(
-        self, producer: Producer, encoding: Encoding, *, vocab_size: int, aux_layers: tuple[int, int, int]
-    ) -> None:
+    def __init__(self, producer: Producer, encoding: Encoding, *, vocab_size: int, aux_layers: tuple[int, ...]) -> None:
         assert producer.readers == 0
         self.producer, self.encoding = producer, encoding
         self.reader = SpoolReader(producer.spool.path, 0, vocab_size)

@@ -47,6 +47,7 @@ class HookSettings(NamedTuple):
     dtype: StoreDtype  # number format of the rows
     target: str  # fingerprint of the target's checkpoint, which jobs compare with theirs
     hidden_size: int  # width of the target's hidden states
+    aux_layers: int = 3  # how many layers' states a row has
     # For a store of logits: a safetensors file with d2t, its digest, and the number of draft tokens.
     draft_vocabulary: str | None = None
     vocabulary_digest: str | None = None
@@ -55,7 +56,9 @@ class HookSettings(NamedTuple):
     @property
     def encoding(self) -> Encoding:
         """How rows are written in the spool."""
-        return Encoding("none", self.dtype, self.hidden_size, teacher_width=self.vocabulary_size)
+        return Encoding(
+            "none", self.dtype, self.hidden_size, aux_layers=self.aux_layers, teacher_width=self.vocabulary_size
+        )
 
 
 def make(settings: Mapping[str, Any]) -> "CaptureHook":
