@@ -88,7 +88,7 @@ def render(folder):
 def test_the_page_has_the_runs_numbers_and_every_chart_in_it_and_as_a_file(run):
     assert write_report(run.path) == run.report
     page = Page(run.report.read_text(encoding="utf-8"))
-    for number in ("2.77", "1.80", "800k", "320k supervised", "98.70%", "untrained 1.00", "10,100", "TTT", "8,192"):
+    for number in ("2.77", "2.80", "800k", "320k supervised", "98.70%", "untrained 1.00", "10,100", "TTT", "8,192"):
         assert number in page.text or any(number in chart["alt"] for chart in page.all("img")), number
     assert {path.stem for path in run.charts.glob("*.png")} == CHARTS and len(page.all("img")) == len(CHARTS)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in run.charts.glob("*.png"))

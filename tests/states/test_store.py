@@ -66,10 +66,11 @@ def test_logits_in_place_of_last_hidden_states_come_back_exactly_whatever_the_co
     assert check(tmp_path, range(8), encoding).problems == []
 
 
-def test_the_index_of_a_store_of_hidden_states_says_what_it_always_said(tmp_path):
+def test_the_index_of_a_store_says_how_its_rows_are_encoded(tmp_path):
     write(tmp_path, range(3))
     (index,) = (json.loads(path.read_text()) for path in tmp_path.glob("shard-*.json"))
-    assert index["encoding"] == {"codec": "none", "dtype": "float32", "hidden_size": HIDDEN, "chunk_bytes": 65536}
+    sizes = {"hidden_size": HIDDEN, "aux_layers": 3, "chunk_bytes": 65536}
+    assert index["encoding"] == {"codec": "none", "dtype": "float32", **sizes}
 
 
 def fp8_bound(values: torch.Tensor, hidden: int) -> torch.Tensor:
