@@ -216,12 +216,12 @@ class _Distill(torch.autograd.Function):
             if gradients is not None:
                 gradients.add(d_logits, hidden, normed, head, query_of[:, block])
             del softmaxes, d_logits, hidden, selected, normed  # free them before the next block allocates its own
-        sums = (torch.where(counted, terms, 0) * parts).sum(-1, dtype=torch.float64)
-        chances = torch.where(supervised, terms[1], 0)
         if group.size() > 1 and len(teacher.best):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)
-            for partial in (sums, chances, *([] if gradients is None else [*gradients.outputs, *gradients.norm])):
+            for partial in (terms, *([] if gradients is None else [*gradients.outputs, *gradients.norm])):
                 dist.all_reduce(partial, group=group)
+        sums = (torch.where(counted, terms, 0) * parts).sum(-1, dtype=torch.float64)
+        chances = torch.where(supervised, terms[1], 0)
         correct = supervised & (best == teacher.best)
         cross_entropy, overlap = sums
         surrogate = (sums * weights_of_steps).sum()

@@ -118,7 +118,7 @@ class Sharded:
         if self.streams == "one long":
             return [[[0] * 90 + [1] * 30 + [0] * (3 + i)] for i in range(count)]
         if self.streams == "shorter than K":
-            return [[[1], [1, 1], [0, 1], [1, 1, 1], [1, 0, 0, 1], [1, 1], [1] * (2 + i)] for i in range(count)]
+            return [[[1], [1, 1], [0, 1], [1, 1, 1], [1, 0, 0, 1], [0, 1, 1, 1], [1] * (2 + i)] for i in range(count)]
         if self.streams == "mostly unsupervised":  # one query block: most ranks have none
             return [[[0] * 40 + [1, 1, 1, 1, 0], [0] * 20] if i == 0 else [[0] * 30] for i in range(count)]
         assert self.streams == "unequal"
