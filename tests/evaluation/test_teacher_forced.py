@@ -11,7 +11,13 @@ from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.evaluation.speculative import plain_decoding
 from eagle3.evaluation.teacher_forced import WrittenText, forced_drafts, read_text
+from eagle3.objective.chains import count_chains
+from eagle3.objective.distill import StepWeights
+from eagle3.objective.model import BatchMaker, DraftObjective
+from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
+from eagle3.states.rows import Rows
+from eagle3.text.vocabulary import DraftVocabulary
 
 STEPS = 4
 
@@ -26,6 +32,15 @@ def lucky_draft(target, topology: Topology, **changes) -> tuple[Eagle3Draft, tor
     return draft, torch.zeros(4, dtype=torch.int64)
 
 
+def target_of_four_tokens():
+    """A target that writes those tokens alone that the draft knows."""
+    model = tiny_llama()
+    with torch.no_grad():
+        model.lm_head.weight[4:] = 0
+        model.lm_head.weight[:4] *= 4
+    return as_target(model)
+
+
 def written_text(target, prompt: torch.Tensor, new_tokens: int, layers: Sequence[int] | None = None) -> WrittenText:
     answer = plain_decoding(target, prompt, new_tokens=new_tokens).tokens
     return read_text(target, torch.cat((prompt, torch.tensor(answer))), len(prompt), layers or target.aux_layers)
@@ -38,11 +53,7 @@ def accepted_drafts(draft: Eagle3Draft, d2t: torch.Tensor, text: WrittenText, st
 
 @pytest.mark.parametrize("changes", [{}, {"window": 5}, {"norm_output": True}], ids=str)
 def test_every_verification_of_decoding_accepts_what_the_pass_over_the_text_says(topology, changes):
-    model = tiny_llama()
-    with torch.no_grad():  # the target writes the four tokens that the draft knows alone
-        model.lm_head.weight[4:] = 0
-        model.lm_head.weight[:4] *= 4
-    target = as_target(model)
+    target = target_of_four_tokens()
     draft, d2t = lucky_draft(target, topology, **changes)
     compared, longest = 0, 0
     for prompt in random_prompts(6):
@@ -56,6 +67,28 @@ def test_every_verification_of_decoding_accepts_what_the_pass_over_the_text_says
                 compared, longest = compared + 1, max(longest, verification.accepted)
             place += len(verification.tokens)
     assert compared > 20 and longest > 1
+
+
+@pytest.mark.parametrize("changes", [{}, {"window": 5}, {"norm_output": True}], ids=str)
+def test_a_held_out_measurement_counts_the_tokens_and_verifications_of_decoding_the_same_texts(topology, changes):
+    target = target_of_four_tokens()
+    draft, d2t = lucky_draft(target, topology, **changes)
+    vocabulary = DraftVocabulary(d2t, torch.arange(256) < 4)
+    maker = BatchMaker(vocabulary.draft_ids, target.head.head[:4], torch.float32)
+    zeros, objective = torch.zeros(STEPS, dtype=torch.float64), DraftObjective(draft, topology)
+    prompts = random_prompts(6)
+    texts = [written_text(target, prompt, NEW_TOKENS).ids for prompt in prompts]
+    answers = [torch.arange(len(ids)) >= len(prompt) for ids, prompt in zip(texts, prompts, strict=True)]
+    stream = Stream.pack(texts, answers, "served")
+    plan, states = plan_sequence(stream, STEPS, window=draft.draft_config.window), Rows.cat(target.prefill(texts))
+    batch = maker.micro_batch(stream, plan, Rows(states.aux[plan.rows], states.teacher[plan.teacher]))
+    distilled = objective(batch, StepWeights(zeros, zeros))
+    counts = count_chains(stream, plan, distilled.correct, [512], topology.sequence)
+    decoded = [
+        speculative_greedy(target, draft, d2t, prompt, draft_tokens=STEPS, new_tokens=NEW_TOKENS) for prompt in prompts
+    ]
+    assert counts.verifications.tolist() == [sum(len(output.verifications) for output in decoded)]
+    assert counts.tokens.tolist() == [len(prompts) * (NEW_TOKENS - 1)] and counts.length > 1.1
 
 
 def test_a_text_too_short_for_a_chain_has_no_place(topology):

@@ -40,9 +40,7 @@ def _count(sharded: Sharded, topology: Topology) -> dict[str, Any]:
         distilled = objective(batch, weights)
         counter.phase = "backward"
         distilled.surrogate.backward()
-    stream = Stream.pack(
-        [each.ids for each in case.documents], [each.loss_mask for each in case.documents], case.rows
-    )
+    stream = Stream.pack([each.ids for each in case.documents], [each.loss_mask for each in case.documents], case.rows)
     share = share_of(plan_sequence(stream, STEPS, sharded.sharding, topology.sequence.rank()), stream)
     sizes = Sizes(sharded.tensor, sharded.ulysses, sharded.ring)
     planned = Planned(case.config, STEPS, DTYPE, sizes, sharded.ring_mode, memory, device="cpu")
