@@ -53,7 +53,7 @@ def _draft(folder: Path) -> dict[str, Any]:
         "supervised": sum(each["supervised"] for each in steps),
         "peak_gib": max((each["memory_gib"] for each in steps), default=None),
         "started": {key: (read(folder / "run.json") or {}).get(key) for key in ("data", "memory", "draft")},
-        "held_out": [{key: each[key] for key in ("step", "loss", "simulated_acceptance_length")} for each in held_out],
+        "held_out": [{key: each[key] for key in ("step", "loss", "acceptance_length")} for each in held_out],
         "by_context": _by_context(read(folder / "by_context.json")),
         "batches": read(folder / "batches.json"),
     }
@@ -134,12 +134,12 @@ def _curve(drafts: dict[str, Any]) -> str:
             name,
             f"{drafts[name]['supervised']:,}",
             f"{drafts[name]['steps']:,}",
-            f"{1 + drafts[name]['held_out'][-1]['simulated_acceptance_length']:.2f}",
+            f"{drafts[name]['held_out'][-1]['acceptance_length']:.2f}",
             _length(drafts[name]["evaluation"]),
         ]
         for name in drafts
     ]
-    head = ["draft", "answer tokens, epochs included", "steps", "held out, simulated", "judged, greedy"]
+    head = ["draft", "answer tokens, epochs included", "steps", "held out, greedy", "judged, greedy"]
     return table("Drafts.", head, rows)
 
 
@@ -215,10 +215,10 @@ def charts(drafts: dict[str, Any]) -> dict[str, bytes]:
 
     curve = sorted((drafts[name]["supervised"], name) for name in CURVE if name in drafts)
     tokens = np.array([count for count, _ in curve], dtype=float)
-    lengths = np.array([1 + drafts[name]["held_out"][-1]["simulated_acceptance_length"] for _, name in curve])
+    lengths = np.array([drafts[name]["held_out"][-1]["acceptance_length"] for _, name in curve])
     plots = {
         "learning-curve": Plot(
-            *("learning-curve", "Acceptance and training tokens", "Held out, simulated, with the target's own token."),
+            *("learning-curve", "Acceptance and training tokens", "Held out, greedy, from hidden states."),
             ", ".join(f"{length:.2f} after {int(count):,}" for count, length in zip(tokens, lengths, strict=True)),
             count_axis("answer tokens seen", tokens),
             number_axis("acceptance length", [lengths]),
