@@ -176,16 +176,6 @@ class DraftConfig:
             (act != "silu", f"hidden_act is {shown(act)}, but only silu is supported; use a draft with silu"),
         )
         heads, aux_layers = values["num_attention_heads"], _aux_layers(values, eagle, origin)
-        states = values.get("num_aux_hidden_states") or len(aux_layers or range(3))
-        named = states if aux_layers is None else len(aux_layers)
-        _refuse(
-            origin,
-            (
-                type(states) is not int or not 1 <= states <= MOST_AUX_LAYERS or states != named,
-                f"num_aux_hidden_states is {shown(states)}, and {named} layers are named; a draft reads 1 to "
-                f"{MOST_AUX_LAYERS}: fix the file",
-            ),
-        )
         return cls(
             hidden_size=values["hidden_size"],
             target_hidden_size=values.get("target_hidden_size") or values["hidden_size"],
@@ -199,7 +189,7 @@ class DraftConfig:
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
             rope_parameters=rope_parameters(values),
             aux_layers=aux_layers,
-            num_aux_hidden_states=states,
+            num_aux_hidden_states=_aux_states(values, aux_layers, origin),
             fc_norm=bool(values.get("fc_norm") or values.get("use_aux_norm")),
             norm_output=bool(values.get("norm_output")),
             norm_before_fc=bool(eagle.get("norm_before_fc", values.get("norm_before_fc"))),
@@ -363,6 +353,22 @@ def _aux_layers(values: dict[str, Any], eagle: dict[str, Any], origin: str) -> t
         )
     layers = nested or [layer - 1 for layer in top]
     return tuple(layers) or None
+
+
+def _aux_states(values: dict[str, Any], layers: tuple[int, ...] | None, origin: str) -> int:
+    """How many target layers a config.json says that the draft reads, given those that it names. Raises UserError if
+    the two are not the same, or no draft has so many."""
+    states = values.get("num_aux_hidden_states") or len(layers or range(3))
+    named = states if layers is None else len(layers)
+    _refuse(
+        origin,
+        (
+            type(states) is not int or not 1 <= states <= MOST_AUX_LAYERS or states != named,
+            f"num_aux_hidden_states is {shown(states)}, and {named} layers are named; a draft reads 1 to "
+            f"{MOST_AUX_LAYERS}: fix the file",
+        ),
+    )
+    return states
 
 
 def _window(values: dict[str, Any], origin: str) -> int | None:

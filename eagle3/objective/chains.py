@@ -90,6 +90,6 @@ def count_chains(
     stops = stream.teacher[answers.cumsum(0) - 1]
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
         visits, added = (torch.tensor(each, dtype=torch.float64) for each in walk(reach[:, start:stop]))
-        context = torch.bucketize(stream.position[start:stop] + 2, torch.tensor(contexts)).clamp(max=len(contexts) - 1)
+        context = torch.bucketize(stream.position[start:stop] + 2, torch.tensor(contexts))
         counts.index_add_(1, context, torch.stack((visits * added, visits)))
     return ChainCounts(*counts)

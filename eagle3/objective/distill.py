@@ -57,7 +57,7 @@ class Distilled(NamedTuple):
     surrogate: Tensor  # scalar; its gradient is this stream's share of the loss's gradient
     sums: StepSums  # what losses and metrics need
     correct: Tensor  # [K, M] bool: supervised positions where the draft's best token is the teacher's
-    overlap: Tensor  # [K, M]: the chance that sampling at temperature 1 accepts the draft's token; 0 if not supervised
+    overlap: Tensor  # [K, M]: the chance that sampling at temperature 1 accepts the draft's token, where supervised
 
 
 def loss_row_bytes(steps: int, columns: int, hidden: int, dtype: torch.dtype, overwrites: bool = True) -> int:
@@ -134,10 +134,10 @@ def distill(
     kernel = blocks.kernel or loss_candidates(head.device, head.dtype)[0]
     rows = loss_rows(blocks.size, loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.overwrites))
     norm_weights = () if norm is None else norm.parameters()
-    surrogate, cross_entropy, overlap, correct, chances = _Distill.apply(
+    surrogate, cross_entropy, overlap, correct, terms = _Distill.apply(
         weights, group, norm, (rows, kernel), head, teacher, query_of, shares, *outputs, *norm_weights
     )
-    return Distilled(surrogate, StepSums(cross_entropy, overlap, correct.sum(1).double()), correct, chances)
+    return Distilled(surrogate, StepSums(cross_entropy, overlap, correct.sum(1).double()), correct, terms[1])
 
 
 class _Gradients:
@@ -220,8 +220,7 @@ class _Distill(torch.autograd.Function):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)
             for partial in (terms, *([] if gradients is None else [*gradients.outputs, *gradients.norm])):
                 dist.all_reduce(partial, group=group)
-        sums = (torch.where(counted, terms, 0) * parts).sum(-1, dtype=torch.float64)
-        chances = torch.where(supervised, terms[1], 0)
+        sums = torch.where(counted, terms if shares is None else terms * shares, 0).sum(-1, dtype=torch.float64)
         correct = supervised & (best == teacher.best)
         cross_entropy, overlap = sums
         surrogate = (sums * weights_of_steps).sum()
@@ -229,8 +228,8 @@ class _Distill(torch.autograd.Function):
             norm_gradients = [g.to(w.dtype) for g, w in zip(gradients.norm, gradients.norm_weights, strict=True)]
             of_outputs = (whole[:-1] for whole in gradients.outputs)
             ctx.save_for_backward(gradients.head.to(head.dtype), *of_outputs, *norm_gradients)
-        ctx.mark_non_differentiable(cross_entropy, overlap, correct, chances)
-        return surrogate.to(exact), cross_entropy, overlap, correct, chances
+        ctx.mark_non_differentiable(cross_entropy, overlap, correct, terms)
+        return surrogate.to(exact), cross_entropy, overlap, correct, terms
 
     @staticmethod
     def backward(ctx, grad, *_):

@@ -65,8 +65,8 @@ class Stream:
         starts = stops - lengths
         within = [taught(mask.bool(), rule) for mask in loss_masks]
         teacher, first = (
-            torch.cat([rows + start for rows, start in zip(each, starts, strict=True)])
-            for each in zip(*within, strict=True)
+            torch.cat([of_one + start for of_one, start in zip(of_each, starts, strict=True)])
+            for of_each in zip(*within, strict=True)
         )
         return cls(torch.cat(list(ids)).long(), document, rows - starts[document], stops[document] - 1, teacher, first)
 

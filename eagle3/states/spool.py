@@ -97,8 +97,8 @@ class Ticket(NamedTuple):
 
 
 class WantedRows(NamedTuple):
-    """What a job reads of a sample: predictions at the successors of supervised rows, and auxiliary states at the rows
-    that a draft with this window reads in so many steps (see Encoding)."""
+    """What a job reads of a sample: predictions at the rows that teach, and auxiliary states at the rows that a draft
+    with this window reads in so many steps (see Encoding)."""
 
     loss_mask: Tensor  # [T] bool
     window: int | None = None  # None: all rows

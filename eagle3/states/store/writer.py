@@ -307,8 +307,8 @@ class ShardWriter:
 
         ids: [n] int
         loss_mask: [n] bool on the CPU
-        kept: on any device: auxiliary states of the rows in `Encoding.seen_rows`, and predictions at those that follow
-            supervised rows, or at all of a sample's
+        kept: on any device: auxiliary states of the rows in `Encoding.seen_rows`, and predictions at `taught_rows`, or
+            at all of a sample's
         """
         sample, teacher = self.sample, kept.rows.teacher
         for name, values in (("aux", kept.rows.aux), ("last", teacher.values)):
