@@ -153,10 +153,15 @@ def test_true_and_false_are_taken_where_they_belong(tmp_path):
     assert recipe.model.draft.fc_norm and not recipe.tracking.tensorboard
 
 
-@pytest.mark.parametrize("layers", [[3, 1, 2], [1, 1, 2], [1, 2], [1, 2, 3, 4], [-1, 1, 2], [1, 2.5, 3]])
-def test_aux_layers_are_three_different_ones_low_to_high(tmp_path, layers):
+@pytest.mark.parametrize("layers", [[3, 1, 2], [1, 1, 2], [], [*range(9)], [-1, 1, 2], [1, 2.5, 3]])
+def test_aux_layers_are_up_to_eight_different_ones_low_to_high(tmp_path, layers):
     with pytest.raises(UserError, match="aux_layers"):
         read(tmp_path, model={"aux_layers": layers})
+
+
+@pytest.mark.parametrize("layers", [[4], [1, 2], [1, 2, 3, 4], [*range(8)]])
+def test_a_draft_may_read_one_to_eight_layers(tmp_path, layers):
+    assert read(tmp_path, model={"aux_layers": layers}).model.aux_layers == layers
 
 
 @pytest.mark.parametrize(
