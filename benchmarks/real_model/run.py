@@ -1,7 +1,7 @@
 """A real model, from its own answers to judged drafts: the whole path, which a killed run takes up again.
 
     python benchmarks/real_model/run.py OUT --wheels WHEELS            a night on two cores
-    python benchmarks/real_model/run.py OUT --wheels WHEELS --small    about two hours on two cores
+    python benchmarks/real_model/run.py OUT --wheels WHEELS --small    an hour and a half on two cores
     python benchmarks/real_model/run.py OUT --target FOLDER --human-eval HumanEval.jsonl.gz --gpu
                                                                        minutes on one GPU, without network or SGLang
     python benchmarks/real_model/run.py OUT --target FOLDER --dry-run  whether the code runs; on a CPU, with little data
@@ -20,7 +20,8 @@ Stages, each of which is skipped if it was done:
     capture    hidden states, by SGLang where it is installed, otherwise by transformers
     train      drafts: full attention with all of the data, 1/2, 1/4 and 1/8; windows of 512 and 128; and on HumanEval
                alone, with its own solutions and with the target's answers (--small: without the last three)
-    judge      acceptance by kind of text, greedy and at temperature 1, and by context
+    judge      acceptance by kind of text, greedy and at temperature 1, and by context (--small: with full attention
+               only by kind, and of the windowed draft only by context)
     serve      the same prompts in SGLang, judged one at a time, and the short ones timed one and four at a time, if it
                is installed (on a CPU: tests/sglang_cpu)
     diagnose   the draft with full attention, as it is and with five planted faults (not with --small)
@@ -57,22 +58,25 @@ class Size(NamedTuple):
     prompts: int  # to train on
     held_out: int  # prompts of each kind, at most
     answer_tokens: int  # of an answer, at most
+    epochs: int
     judged: int  # held-out prompts of each kind that drafts are judged on
     new_tokens: int  # of each, at most
     contexts: str
     per_context: int
     drafts: tuple[str, ...]
+    by_kind: tuple[str, ...]  # of the drafts: which are judged by kind; the first also at temperature 1
     planted: bool  # whether faults are planted in the draft, to be found
 
 
 CURVE = ("full", "half", "quarter", "eighth")
 EVERY = (*CURVE, "window-512", "window-128", "own", "foreign")
 CONTEXTS = "512,1024,2048,4096,8192"
+JUDGED = ("full", "quarter", "window-512", "window-128")
 SIZES = {
-    "night": Size(1500, 24, 256, 24, 128, CONTEXTS, 8, EVERY, True),
-    "gpu": Size(1500, 24, 256, 6, 64, CONTEXTS, 4, EVERY, True),
-    "small": Size(160, 5, 192, 3, 48, "512,2048", 2, (*CURVE, "window-512"), False),
-    "dry": Size(24, 1, 8, 1, 8, CONTEXTS, 1, EVERY, True),
+    "night": Size(1500, 24, 256, 3, 24, 128, CONTEXTS, 8, EVERY, JUDGED, True),
+    "gpu": Size(1500, 24, 256, 3, 6, 64, CONTEXTS, 4, EVERY, JUDGED, True),
+    "small": Size(160, 4, 192, 5, 3, 48, "512,2048", 2, (*CURVE, "window-512"), ("full",), False),
+    "dry": Size(24, 1, 8, 1, 1, 8, CONTEXTS, 1, EVERY, JUDGED, True),
 }
 
 
@@ -94,7 +98,6 @@ DRAFTS = {
     "foreign": Draft("foreign"),
 }
 SHARES = {"half": 2, "quarter": 4, "eighth": 8}
-JUDGED = ("full", "quarter", "window-512", "window-128")  # by kind; the first also at temperature 1
 BY_CONTEXT = ("full", "window-512", "window-128")
 HUMAN_EVAL = ("own", "foreign")  # judged on the kind that they learn from
 
@@ -116,7 +119,7 @@ class Run:
         stages |= {"prompts": self.prompts, "answers": self.answers, "plan": self.plan, "capture": self.capture}
         drafts = [name for name in self.size.drafts if self.human_eval or self.wheels or name not in HUMAN_EVAL]
         stages |= {f"train {name}": functools.partial(self.train, name) for name in drafts}
-        stages |= {f"judge {name}": functools.partial(self.judge, name) for name in drafts if name in JUDGED}
+        stages |= {f"judge {name}": functools.partial(self.judge, name) for name in self.size.by_kind}
         stages["judge full at temperature 1"] = self.sample
         stages |= {
             f"judge {name} by context": functools.partial(self.by_context, name)
@@ -170,6 +173,7 @@ class Run:
             f"data.held_out=[{self.out}/data/held-out.jsonl]",
             f"data.cache_dir={self.out}/cache",
             f"hidden_states.path={self.out}/states",
+            f"training.epochs={self.size.epochs}",
             f"evaluation.new_tokens={self.size.new_tokens}",
             *formats,
             *more,
