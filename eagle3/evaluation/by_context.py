@@ -15,6 +15,7 @@ from eagle3.evaluation.drafter import FULL, Window
 from eagle3.evaluation.speculative import CountedConversation, SpeculativeResult
 from eagle3.planning.costs import Timing
 from eagle3.planning.payoff import PayOff
+from eagle3.planning.policy import policy, schedule, serving_lines
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
@@ -132,6 +133,7 @@ class ContextJudgement:
             "contexts": [each.as_dict() for each in self.contexts],
             "left_out": self.left_out,
             "pay_off": [each.as_dict() for each in self.pay_offs],
+            "draft_tokens_from_batch": schedule(policy(self.pay_offs[-1].cells)) if self.pay_offs else None,
             "best": [each._asdict() for each in self.best],
             "other_windows": [each.as_dict() for each in self.other_windows],
         }
@@ -163,8 +165,16 @@ class ContextJudgement:
             "accepted by draft position",
             *aligned([["context", *(f"{place + 1}" for place in range(self.decoding.draft_tokens))], *shares]),
             *(line for each in self.pay_offs for line in each.lines()),
+            *self._serving_lines(),
             *(self._best_lines() if self.best else []),
             *(line for each in self.other_windows for line in each.lines()),
+        ]
+
+    def _serving_lines(self) -> list[str]:
+        return [
+            line
+            for pay_off in self.pay_offs[-1:]  # the estimate, which knows batches, if there is one
+            for line in serving_lines(policy(pay_off.cells), pay_off.source, self.window.window)
         ]
 
     def _best_lines(self) -> list[str]:

@@ -9,7 +9,6 @@ acceptance length: the L below which drafting loses.
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 from eagle3.console import aligned, counted
@@ -96,11 +95,11 @@ def where_it_pays(cells: Sequence[Cell]) -> dict[int, list[Range]]:
     pays nowhere. Between two of them, the best speed-up is taken to be linear in the logarithm of the context."""
     best = best_cells(cells)
     batches = sorted({cell.batch for cell in best})
-    return {batch: _ranges([cell for cell in best if cell.batch == batch]) for batch in batches}
+    return {batch: paying_ranges([cell for cell in best if cell.batch == batch]) for batch in batches}
 
 
-def _ranges(cells: Sequence[Cell]) -> list[Range]:
-    """The ranges with a speed-up above 1, of cells with ascending contexts."""
+def paying_ranges(cells: Sequence[Cell]) -> list[Range]:
+    """The contexts with a speed-up above 1, of cells with ascending contexts."""
     ranges, low = [], None
     for before, cell in itertools.pairwise(cells):
         if (before.speed_up > 1) == (cell.speed_up > 1):
@@ -138,16 +137,6 @@ class PayOff:
                 for batch, ranges in where_it_pays(self.cells).items()
             ],
         }
-
-    def best_drafts(self, batch: int) -> tuple[int, float]:
-        """The number of draft tokens with the highest mean speed-up over all contexts, for an engine that uses one
-        number at all of them; and that speed-up."""
-        gains = {
-            drafts: fmean(cell.speed_up for cell in self.cells if (cell.batch, cell.drafts) == (batch, drafts))
-            for drafts in range(1, self.longest_chain + 1)
-        }
-        best = max(gains, key=gains.get)
-        return best, gains[best]
 
     def speed_up_table(self) -> list[list[str]]:
         """The best speed-up with its number of draft tokens, by context and batch."""

@@ -1,7 +1,6 @@
 """The model card: README.md beside the exported draft, with the metadata that hubs expect, filled in from its run."""
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,10 @@ from eagle3.console import counted
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.planning.payoff import ESTIMATED
+from eagle3.planning.policy import ADAPTIVE, policy, schedule, sglang_file, sglang_flags, tier_table, vllm_flags
 from eagle3.reporting.markdown import (
     Markdown,
+    Table,
     escaped,
     fenced_command,
     layout_in_words,
@@ -39,7 +40,6 @@ from eagle3.reporting.record import (
     window_in_words,
     windows_judged,
 )
-from eagle3.targets.sglang.version import speculative_flags
 
 TEMPLATE = Path(__file__).with_name("card.md")
 VERSIONS = ("eagle3-recipes", "torch", "deepspeed", "megatron-core", "transformers")
@@ -225,27 +225,27 @@ def _drafted(result: Record) -> str:
 
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:
     """The commands that serve the draft."""
-    draft, steps, advice = run.draft, run.key("evaluation.draft_tokens") or 4, None
+    draft, drafts, tiers = run.draft, {1: run.key("evaluation.draft_tokens") or 4}, []
     # Of the judgement with the window that the draft is served with.
     own = [judged for judged in windows_judged(run.by_context) if not window_in_words(judged)]
     known = [pay_off for judged in own for pay_off in pay_offs(judged) if pay_off.source.startswith(ESTIMATED)]
     if known:
-        steps, gain = known[0].best_drafts(batch=1)
-        chosen = f"{counted(steps, 'draft token')}: the highest mean speed-up of these contexts for one conversation"
-        loses = "" if gain > 1 else ". So drafting does not pay: by this, serve the target without the draft"
-        advice = f"{chosen}, {gain:.2f}, {known[0].source}{loses}."
+        tiers = policy(known[0].cells)
+        drafts, table = schedule(tiers), tier_table(tiers)
     window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
-    flags = speculative_flags("DRAFT", steps, 1, steps + 1, window)
-    drafting = json.dumps({"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": steps})
-    speculative = ["--speculative-config", drafting]
     launch, serve = ["python", "-m", "sglang.launch_server", "--model-path"], ["vllm", "serve"]
     code = ["--trust-remote-code"] if run.key("model.trust_remote_code") else []
     return {
-        "sglang": fenced_command([*launch, target, *code, *flags, "--context-length", str(context)]),
-        "vllm": fenced_command([*serve, target, *code, *speculative, "--max-model-len", str(context)]),
+        "sglang": fenced_command(
+            [*launch, target, *code, *sglang_flags("DRAFT", drafts, window), "--context-length", str(context)]
+        ),
+        "vllm": fenced_command([*serve, target, *code, *vllm_flags("DRAFT", drafts), "--max-model-len", str(context)]),
+        "adaptive": len(drafts) > 1 and Markdown(f"`{ADAPTIVE}` holds `{sglang_file(drafts)}`."),
         "window": f"{window:,}" if window else None,
         "context": f"{context:,}",
-        "advice": advice,
+        "policy": tiers and Markdown(Table("", table[0], table[1:]).markdown()),
+        "estimate": tiers and known[0].source,
+        "pays": any(tier.pays for tier in tiers),
     }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 
 from eagle3.console import counted, duration, memory_size
+from eagle3.planning.policy import policy, tier_table
 from eagle3.reporting.advice import advise
 from eagle3.reporting.charts import Absent
 from eagle3.reporting.markdown import Table, layout_in_words, summary
@@ -18,6 +19,7 @@ from eagle3.reporting.record import (
     all_pay_offs,
     context_rows,
     number,
+    pay_offs,
     rule,
     set_rows,
     short,
@@ -166,6 +168,11 @@ def _pay_off_tables(run: RunRecord) -> list[Table]:
         Table(f"{title}, {pay_off.source}; {pay_off.verdict()}", table[0], table[1:])
         for pay_off in all_pay_offs(run.by_context)
         for table in (pay_off.speed_up_table(),)
+    ] + [
+        Table(f"Draft tokens by batch, one number for all these contexts, {pay_off.source}", table[0], table[1:])
+        for judged in windows_judged(run.by_context)
+        for pay_off in pay_offs(judged)[-1:]
+        for table in (tier_table(policy(pay_off.cells)),)
     ]
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, DeepseekV2Config, LlamaConfig, LlamaForCaus
 from vllm_source import VLLMSource, installed
 
 from eagle3.draft.derivation import derive_draft
+from eagle3.planning.policy import vllm_flags
 from eagle3.targets.aux_layers import default_aux_layers
 from eagle3.targets.transformers import TransformersTarget
 
@@ -130,6 +131,16 @@ def test_vllms_own_functions_give_an_export_the_window_that_it_was_trained_with(
     with pytest.raises(NameError):  # in code after the window, such as the platform
         start(flash, 4, draft.head_dim, 1.0, 2, None, arguments["per_layer_sliding_window"], "auto")
     assert flash.sliding_window == ((-1, -1) if window is None else (window - 1, 0))
+
+
+def test_vllms_own_functions_read_the_draft_tokens_by_batch(vllm):
+    file, names = "v1/spec_decode/dynamic/utils.py", {}
+    for name in ("validate_and_normalize_dynamic_sd_schedule", "build_dynamic_sd_schedule_lookup"):
+        names[name] = vllm.definition(file, name, **names)
+    config = json.loads(vllm_flags("DRAFT", {1: 3, 4: 2, 16: 0})[1])
+    ranges = config["num_speculative_tokens_per_batch_size"]
+    by_batch = names["build_dynamic_sd_schedule_lookup"](ranges, 64, config["num_speculative_tokens"])
+    assert by_batch[1:] == [3] * 3 + [2] * 12 + [0] * 49
 
 
 def vllm_forward(

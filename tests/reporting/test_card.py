@@ -66,12 +66,18 @@ def test_the_card_says_what_the_draft_is_worth_and_serves_it_so(run):
     assert "| 8,192 | 1.25 (1) | 0.50 (1) |" in estimated
     assert "By this, drafting pays at all judged contexts (batch 1), nowhere (batch 4)." in estimated
     assert "measured here in processor seconds:" in text
-    # One draft token gains 1.6 and 1.25, two 2 and 1.
+    # One draft token gains 1.6 and 1.25, two 2 and 1; a batch of 4 loses by both.
     sglang = command(text, "python -m sglang.launch_server")
     assert sglang[sglang.index("--speculative-num-steps") + 1] == "2"
-    assert json.loads(command(text, "vllm serve")[4])["num_speculative_tokens"] == 2
-    assert "2 draft tokens: the highest mean speed-up of these contexts for one conversation, 1.50, estimated" in text
-    assert "does not pay" not in text
+    assert sglang[sglang.index("--speculative-adaptive-config") + 1] == "adaptive.json"
+    assert '`adaptive.json` holds `{"1": {"candidate_steps": [2]}, "4": {"candidate_steps": [0]}}`.' in text
+    vllm = json.loads(command(text, "vllm serve")[4])
+    assert vllm["num_speculative_tokens"] == 2
+    assert vllm["num_speculative_tokens_per_batch_size"] == [[1, 3, 2], [4, 4, 0]]
+    table = text.partition("The number of draft tokens is the one with the highest mean speed-up")[2]
+    assert "estimated for 2 x h100 by data sheet" in table
+    assert "| 1 to 3 | 2 | 1.50 | up to about 8,192 tokens |\n| 4 and more | none | 0.75 with 1 | nowhere |" in table
+    assert "does not pay:" not in text
 
 
 def test_the_card_names_windows_that_were_judged_and_serves_the_drafts_own(run):
@@ -85,7 +91,7 @@ def test_the_card_names_windows_that_were_judged_and_serves_the_drafts_own(run):
     sglang = command(text, "python -m sglang.launch_server")
     assert sglang[sglang.index("--speculative-num-steps") + 1] == "2"
     change(run.by_context, **windowed, other_windows=[])
-    assert "with a window of 64 keys):" in card(run) and "the highest mean speed-up" not in card(run)
+    assert "with a window of 64 keys):" in card(run) and "highest mean speed-up" not in card(run)
     change(run.by_context, window=None, trained_window=None)
     assert "by this, serve the target without the draft." in card(run)
 

@@ -1,0 +1,101 @@
+"""What to serve a draft with: the number of draft tokens by batch, as engines take it.
+
+No engine chooses that number by context. vLLM 0.33.0 reads ranges of batches, each with its number
+(vllm/v1/spec_decode/dynamic/utils.py); SGLang 0.5.23 a file with candidates from a batch on, which is one here
+(srt/speculative/adaptive_spec_params.py). In both, a number of 0 decodes without the draft.
+"""
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import NamedTuple
+
+from eagle3.console import aligned
+from eagle3.planning.payoff import Cell, Range, paying_ranges
+from eagle3.targets.sglang.version import speculative_flags
+
+ADAPTIVE = "adaptive.json"  # the file for SGLang
+
+
+class Tier(NamedTuple):
+    """Batches of `batch` conversations and more, up to the next tier's."""
+
+    batch: int
+    drafts: int  # the number of draft tokens with the highest mean speed-up over all contexts
+    speed_up: float  # that mean
+    paying: list[Range]  # the contexts at which this number pays
+
+    @property
+    def pays(self) -> bool:
+        return self.speed_up > 1
+
+
+def policy(cells: Sequence[Cell]) -> list[Tier]:
+    """A tier for each batch, ascending. Each context's cells ascend, as `surface` orders them."""
+    tiers: dict[int, Tier] = {}
+    for batch, drafts in sorted({(cell.batch, cell.drafts) for cell in cells}):
+        its = [cell for cell in cells if (cell.batch, cell.drafts) == (batch, drafts)]
+        tier = Tier(batch, drafts, fmean(cell.speed_up for cell in its), paying_ranges(its))
+        tiers[batch] = max(tiers.get(batch, tier), tier, key=lambda each: each.speed_up)
+    return [*tiers.values()]
+
+
+def schedule(tiers: Sequence[Tier]) -> dict[int, int]:
+    """From which batches on there is another number of draft tokens, and which: 0 where drafting does not pay. If it
+    pays for no batch, the first tier's number, since a server with a draft drafts."""
+    drafts = {tier.batch: tier.drafts if tier.pays else 0 for tier in tiers}
+    before = [None, *drafts.values()]
+    changes = {batch: its for (batch, its), last in zip(drafts.items(), before, strict=False) if its != last}
+    return changes if any(changes.values()) else {1: tiers[0].drafts}
+
+
+def vllm_flags(draft: str, drafts: Mapping[int, int]) -> list[str]:
+    """vLLM's flags for a schedule."""
+    config = {"method": "eagle3", "model": draft, "num_speculative_tokens": max(drafts.values())}
+    if len(drafts) > 1:
+        ends = [*(after - 1 for _, after in pairwise(drafts)), max(drafts)]  # the last number holds beyond it, too
+        ranges = [[batch, end, its] for (batch, its), end in zip(drafts.items(), ends, strict=True)]
+        config["num_speculative_tokens_per_batch_size"] = ranges
+    return ["--speculative-config", json.dumps(config)]
+
+
+def sglang_flags(draft: str, drafts: Mapping[int, int], window: int | None) -> list[str]:
+    """SGLang's flags for a schedule, which with several numbers need the file of `sglang_file` in ADAPTIVE. window:
+    as for speculative_flags."""
+    most = max(drafts.values())
+    adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", ADAPTIVE] if len(drafts) > 1 else []
+    return [*speculative_flags(draft, most, 1, most + 1, window), *adaptive]
+
+
+def sglang_file(drafts: Mapping[int, int]) -> str:
+    return json.dumps({str(batch): {"candidate_steps": [its]} for batch, its in drafts.items()})
+
+
+def tier_table(tiers: Sequence[Tier]) -> list[list[str]]:
+    """A table with a head, and a row for each tier."""
+    upper = [f" to {after.batch - 1}" if after.batch > tier.batch + 1 else "" for tier, after in pairwise(tiers)]
+    return [
+        ["batch", "draft tokens", "mean speed-up", "pays"],
+        *(
+            [
+                f"{tier.batch}{end}",
+                str(tier.drafts) if tier.pays else "none",
+                f"{tier.speed_up:.2f}" + ("" if tier.pays else f" with {tier.drafts}"),
+                " and ".join(map(str, tier.paying)) or "nowhere",
+            ]
+            for tier, end in zip(tiers, [*upper, " and more"], strict=True)
+        ),
+    ]
+
+
+def serving_lines(tiers: Sequence[Tier], source: str, window: int | None) -> list[str]:
+    """What an operator needs: the table, and flags for both engines with DRAFT for the draft's folder."""
+    lines = [f"draft tokens by batch, one number for all these contexts, {source}", *aligned(tier_table(tiers))]
+    if not any(tier.pays for tier in tiers):
+        return [*lines, "serve the target without the draft"]
+    drafts = schedule(tiers)
+    lines += [f"vLLM: {shlex.join(vllm_flags('DRAFT', drafts))}"]
+    lines += [f"SGLang: {shlex.join(sglang_flags('DRAFT', drafts, window))}"]
+    return lines + ([f"{ADAPTIVE}: {sglang_file(drafts)}"] if len(drafts) > 1 else [])
