@@ -23,6 +23,9 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 # Under eagle_config, layers count from 0, for SGLang; at the top level they count from 1, for vLLM. See _aux_layers.
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+# What engines know a draft by. vLLM has a class for drafts whose queries and keys are normed, as Qwen3's are.
+_PLAIN = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
+_NORMED = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -55,6 +58,8 @@ class DraftConfig:
     # Of drafts from elsewhere; recipes have no keys for them.
     norm_before_fc: bool = False  # whether the target's states are normed together before they are fused
     norm_before_residual: bool = False  # whether attention's output is added to the normed hidden state
+    qk_norm: bool = False  # whether each head's queries and keys are normed before they are rotated
+    attention_bias: bool = False  # whether the projections into and out of attention have biases
     window: int | None = None  # most keys that a query sees, its own included; None: all
     token_ids: dict[str, Any] = field(default_factory=dict)  # the target's bos_, eos_ and pad_token_id
 
@@ -166,8 +171,8 @@ class DraftConfig:
             ),
             (not isinstance(eagle, dict), f"eagle_config is {shown(eagle)}, not a dictionary; fix the file"),
             (
-                values.get("attention_bias") or values.get("partial_rotary_factor", 1.0) != 1.0,
-                "attention_bias and partial_rotary_factor are not supported; use a draft without them",
+                values.get("partial_rotary_factor", 1.0) != 1.0,
+                "partial_rotary_factor is not supported; use a draft without it",
             ),
             (
                 layers != 1,
@@ -194,6 +199,8 @@ class DraftConfig:
             norm_output=bool(values.get("norm_output")),
             norm_before_fc=bool(eagle.get("norm_before_fc", values.get("norm_before_fc"))),
             norm_before_residual=bool(values.get("norm_before_residual")),
+            qk_norm=values.get("model_type") == _NORMED["model_type"],
+            attention_bias=bool(values.get("attention_bias")),
             window=_window(values, origin),
             token_ids={name: values.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
         )
@@ -204,8 +211,7 @@ class DraftConfig:
         rope = dict(self.rope_parameters)
         scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
         return {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
+            **(_NORMED if self.qk_norm else _PLAIN),
             "num_hidden_layers": 1,
             **{name: getattr(self, name) for name in _SHAPE},
             "vocab_size": self.vocab_size,
@@ -217,7 +223,7 @@ class DraftConfig:
             "rope_scaling": None if rope["rope_type"] == "default" else scaling,
             "rope_parameters": rope,
             "hidden_act": "silu",
-            "attention_bias": False,
+            "attention_bias": self.attention_bias,
             "mlp_bias": False,
             "tie_word_embeddings": False,
             **self.token_ids,
@@ -344,6 +350,7 @@ def _aux_layers(values: dict[str, Any], eagle: dict[str, Any], origin: str) -> t
     SGLang reads the ids in eagle_config, which count from 0. vLLM reads those at the top level, and captures the input
     of the layer with that number, i.e. the output of the layer before; without them, it uses its model's default. Older
     exports have only the ids in eagle_config, and drafts from other trainers may have only those at the top level.
+    DeepSpec's (deepspec/modeling/eagle3) have target_layer_ids, which count from 0.
     """
     nested, top = _layer_ids(eagle, f"{origin}: eagle_config.", 0), _layer_ids(values, f"{origin}: ", 1)
     if nested and top and [layer + 1 for layer in nested] != top:
@@ -351,7 +358,7 @@ def _aux_layers(values: dict[str, Any], eagle: dict[str, Any], origin: str) -> t
             f"{origin}: eagle_config.{_AUX_LAYERS} {nested} (counted from 0, for SGLang) and {_AUX_LAYERS} {top} "
             "(counted from 1, for vLLM) are not the same layers; remove the one that the draft was not trained on"
         )
-    layers = nested or [layer - 1 for layer in top]
+    layers = nested or [layer - 1 for layer in top] or values.get("target_layer_ids") or ()
     return tuple(layers) or None
 
 

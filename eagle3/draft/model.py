@@ -28,12 +28,15 @@ INITIAL_SCALE = 0.02
 
 
 class Eagle3Attention(MegatronModule):
-    """The weights of attention's projections, from x = [RMS(embedding), RMS(hidden)] and back to the hidden size."""
+    """The weights of attention's projections, from x = [RMS(embedding), RMS(hidden)] and back to the hidden size, and
+    of the norms of queries and keys."""
 
-    def __init__(self, config: TransformerConfig, tensor: ProcessGroup) -> None:
+    def __init__(self, config: TransformerConfig, draft: DraftConfig, tensor: ProcessGroup) -> None:
         super().__init__(config=config)
         self.head_dim = config.kv_channels
-        linear = {"config": config, "bias": False, "tp_group": tensor}
+        linear = {"config": config, "bias": draft.attention_bias, "tp_group": tensor}
+        norm = {"config": config, "hidden_size": self.head_dim, "eps": config.layernorm_epsilon}
+        self.q_norm, self.k_norm = (WrappedTorchNorm(**norm) if draft.qk_norm else None for _ in "qk")
         self.linear_q, self.linear_k, self.linear_v = (
             ColumnParallelLinear(
                 2 * config.hidden_size,
@@ -58,11 +61,11 @@ class Eagle3Layer(MegatronModule):
     """The weights of the decoder layer: x = [RMS(embedding), RMS(hidden)]; h = hidden + attention(x);
     h + MLP(RMS(h)). DraftPass computes it."""
 
-    def __init__(self, config: TransformerConfig, tensor: ProcessGroup) -> None:
+    def __init__(self, config: TransformerConfig, draft: DraftConfig, tensor: ProcessGroup) -> None:
         super().__init__(config=config)
         norm = {"config": config, "hidden_size": config.hidden_size, "eps": config.layernorm_epsilon}
         self.input_layernorm, self.hidden_norm = WrappedTorchNorm(**norm), WrappedTorchNorm(**norm)
-        self.self_attention = Eagle3Attention(config, tensor)
+        self.self_attention = Eagle3Attention(config, draft, tensor)
         self.pre_mlp_layernorm = WrappedTorchNorm(**norm)
         parts = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
         self.mlp = MLP(config, parts, ffn_hidden_size=config.ffn_hidden_size, tp_group=tensor)
@@ -97,7 +100,7 @@ class Eagle3Draft(MegatronModule):
         self.input_norm = WrappedTorchNorm(hidden_size=wide, **norm) if draft_config.norm_before_fc else None
         self.fc = nn.Linear(wide, hidden, bias=False, dtype=dtype)
         config.init_method(self.fc.weight)
-        self.layer = Eagle3Layer(config, groups.tp)
+        self.layer = Eagle3Layer(config, draft_config, groups.tp)
         self.norm = WrappedTorchNorm(hidden_size=hidden, **norm)
         self.lm_head = ColumnParallelLinear(
             hidden,
@@ -155,8 +158,9 @@ class DraftPass:
 
     def __init__(self, draft: Eagle3Draft, exact: bool = True, pointwise: Pointwise | None = None) -> None:
         attention, mlp = draft.layer.self_attention, draft.layer.mlp
-        projections = [linear.weight for linear in (attention.linear_q, attention.linear_k, attention.linear_v)]
-        sizes = [len(weight) for weight in projections]
+        linears = (attention.linear_q, attention.linear_k, attention.linear_v)
+        projections, self.biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
+        sizes, self.head_norms = [len(weight) for weight in projections], (attention.q_norm, attention.k_norm, None)
         self.pointwise = pointwise or pointwise_candidates(draft.fc.weight.device, draft.fc.weight.dtype)[0]
         self.draft, self.layer, self.tensor, self.sizes = draft, draft.layer, draft.pg_collection.tp, sizes
         self.all, self.queries, self.keys = slice(None), slice(0, sizes[0]), slice(sizes[0], None)
@@ -174,9 +178,10 @@ class DraftPass:
         return self._to_heads(self.layer.input_layernorm(self.draft.embedding(tokens)))
 
     def embedded(self, x: Tensor, rows: slice) -> Tensor:
-        """What normed embeddings x [tokens, H] add to `all`, to `queries`, or to `keys` and values: [tokens, rows], in
-        fp32 or wider, so that the sum is rounded once."""
-        return self.of_embedding.wide_product(x, rows)
+        """What normed embeddings x [tokens, H] and biases add to `all`, to `queries`, or to `keys` and values: [tokens,
+        rows], in fp32 or wider, so that the sum is rounded once."""
+        product = self.of_embedding.wide_product(x, rows)
+        return product if self.biases[0] is None else product + torch.cat(self.biases)[rows]
 
     def rotation(self, positions: Tensor) -> Rotation:
         """For rows at these positions of their documents, [tokens]. Step k's are k further on."""
@@ -188,7 +193,8 @@ class DraftPass:
         embedded (overwritten): for `keys`, of the token after each row (token 0 at the end of a document).
         """
         x = self._to_heads(self.layer.hidden_norm(hidden))
-        return KeyValue(*self._rotated(self.of_hidden.wide_product(x, self.keys, embedded), rotation, self.sizes[1:]))
+        projected = self.of_hidden.wide_product(x, self.keys, embedded)
+        return KeyValue(*self._rotated(projected, rotation, slice(1, None)))
 
     def project(self, hidden: Tensor, embedded: Tensor, rotation: Rotation) -> tuple[Tensor, ...]:
         """The part of TTT step k before attention. Returns q [Q, local heads, d] and, except at step 0, K_k and V_k of
@@ -198,8 +204,8 @@ class DraftPass:
         embedded (overwritten): for `queries` at step 0, else for `all`, of the token k+1 positions after each query.
         """
         x = self._to_heads(self.layer.hidden_norm(hidden))
-        rows, sizes = (self.all, self.sizes) if embedded.shape[1] > self.sizes[0] else (self.queries, self.sizes[:1])
-        return self._rotated(self.of_hidden.wide_product(x, rows, embedded), rotation, sizes)
+        rows, parts = (self.all, 3) if embedded.shape[1] > self.sizes[0] else (self.queries, 1)
+        return self._rotated(self.of_hidden.wide_product(x, rows, embedded), rotation, slice(parts))
 
     def finish(self, hidden: Tensor, attended: Tensor) -> Tensor:
         """The part of a TTT step after attention. Maps hidden [Q, H], as passed to `project`, and attended [Q, local
@@ -212,7 +218,9 @@ class DraftPass:
 
     def output(self, attended: Tensor) -> Tensor:
         """Maps attended [Q, local heads, d] to [Q, H]."""
-        return reduce_from_tensor_model_parallel_region(self.proj.product(attended.flatten(1)), self.tensor)
+        output = reduce_from_tensor_model_parallel_region(self.proj.product(attended.flatten(1)), self.tensor)
+        bias = self.layer.self_attention.linear_proj.bias
+        return output if bias is None else output + bias
 
     def mlp(self, x: Tensor) -> Tensor:
         """Maps x [Q, H] to [Q, H]."""
@@ -223,9 +231,19 @@ class DraftPass:
         """x, which every tensor-parallel rank has, on its way to this rank's part of a weight."""
         return copy_to_tensor_model_parallel_region(x, self.tensor)
 
-    def _rotated(self, projected: Tensor, rotation: Rotation, sizes: list[int]) -> tuple[Tensor, ...]:
-        heads = [size // self.draft.draft_config.head_dim for size in sizes]
+    def _rotated(self, projected: Tensor, rotation: Rotation, parts: slice) -> tuple[Tensor, ...]:
+        """The heads of these parts of q, k and v, which `projected` has side by side."""
+        width, norms = self.draft.draft_config.head_dim, self.head_norms[parts]
+        heads = [size // width for size in self.sizes[parts]]
+        if self.head_norms[0] is not None:
+            each = projected.unflatten(1, (-1, width)).split(heads, 1)
+            normed = (x if norm is None else self._normed(x, norm) for x, norm in zip(each, norms, strict=True))
+            projected = torch.cat([*normed], 1).flatten(1)
         return Rotate.apply(projected, *rotation, heads, self.draft.fc.weight.dtype, self.pointwise)
+
+    def _normed(self, heads: Tensor, norm: nn.RMSNorm) -> Tensor:
+        """heads [tokens, heads, d], which are this tensor-parallel rank's, normed in their dtype."""
+        return F.rms_norm(heads, norm.normalized_shape, self._to_heads(norm.weight).to(heads.dtype), norm.eps)
 
 
 def transformer_config(draft: DraftConfig, tensor_parallel: int, dtype: torch.dtype) -> TransformerConfig:

@@ -23,7 +23,7 @@ OVERRIDABLE = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("max_position_embeddings", "rope_parameters", "rms_norm_eps", "window", "fc_norm", "norm_output"),
 )
-GIVEN = (*OVERRIDABLE, "norm_before_fc", "norm_before_residual")
+GIVEN = (*OVERRIDABLE, "norm_before_fc", "norm_before_residual", "qk_norm", "attention_bias")
 
 
 @dataclass(frozen=True)

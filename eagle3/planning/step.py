@@ -167,10 +167,10 @@ class Weights:
         heads = (draft.num_attention_heads + 2 * draft.num_key_value_heads) * draft.head_dim // tensor
         return cls(
             entry=wide * hidden + (wide if draft.fc_norm or draft.norm_before_fc else 0),
-            project=2 * hidden * heads + 2 * hidden,
+            project=2 * hidden * heads + 2 * hidden + 2 * draft.head_dim * draft.qk_norm + heads * draft.attention_bias,
             finish=hidden * draft.num_attention_heads * draft.head_dim // tensor
             + 3 * hidden * draft.intermediate_size // tensor
-            + hidden,
+            + hidden * (1 + draft.attention_bias),
             head=hidden * draft.draft_vocab_size // tensor + hidden,
             embedding=-(-draft.vocab_size // tensor) * hidden,
         )

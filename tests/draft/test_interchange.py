@@ -106,7 +106,16 @@ def _digest(tensors):
 
 
 @pytest.mark.parametrize("with_embedding", [True, False], ids=["embedding", "no embedding"])
-@pytest.mark.parametrize("changes", [{}, {"fc_norm": True, "norm_output": True}, {"rope_parameters": YARN}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"fc_norm": True, "norm_output": True},
+        {"qk_norm": True, "attention_bias": True},
+        {"rope_parameters": YARN},
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_exported_weights_come_back_bit_for_bit(tmp_path, topology, dtype, changes, with_embedding):
     """In fp32 bit for bit, in bf16 after rounding. An embedding that was not exported does not change."""

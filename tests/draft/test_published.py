@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from published_drafts import LAYOUTS, legacy_norms, rewritten, specforge, speculators
+from published_drafts import LAYOUTS, deepspec, legacy_norms, rewritten, specforge, speculators
 from safetensors.torch import load_file, save_file
 from test_interchange import D2T, SIZES, T2D, _draft, _export
 
@@ -43,6 +43,26 @@ def test_the_norms_of_other_trainers_are_read(tmp_path, topology):
     assert "input_norm.weight" in normed.weights
     with pytest.raises(UserError, match="SGLang does not know norm_before_residual.*--engine transformers"):
         require_known(normed.config, folder)
+
+
+def test_a_draft_of_deepspec_reads_five_layers_the_whole_vocabulary_and_has_normed_heads(tmp_path, topology):
+    vocabulary, layers = SIZES["vocab_size"], (1, 3, 5, 7, 9)
+    shape = {"draft_vocab_size": vocabulary, "qk_norm": True, "attention_bias": True, "aux_layers": layers}
+    draft, whole = _draft(topology, 8, **shape), torch.ones(vocabulary, dtype=torch.bool)
+    tables = {"d2t": torch.zeros(vocabulary, dtype=torch.int64), "t2d": whole}
+    weights = dict(draft.named_parameters())
+    for folder in (tmp_path / "own", tmp_path / "other"):
+        export_draft(folder, draft, weights, **tables, dtype=torch.float32, with_embedding=True)
+    own, read = read_exported(tmp_path / "own"), read_exported(rewritten(tmp_path / "other", deepspec))
+    assert vars(read.config) == vars(own.config)
+    assert read.config.different_sizes(draft.draft_config) == []
+    assert torch.equal(read.t2d, whole) and not read.d2t.any()
+    assert read.weights.keys() == own.weights.keys() > {f"midlayer.self_attn.{name}_norm.weight" for name in "qk"}
+    loaded = Eagle3Draft(read.config, topology.modules_alone, torch.float32)
+    load_weights(loaded, read, topology.tensor)
+    assert all(torch.equal(weight, weights[name]) for name, weight in loaded.named_parameters())
+    with pytest.raises(UserError, match="SGLang does not know qk_norm.*--engine transformers"):
+        require_known(read.config, tmp_path)
 
 
 def test_a_draft_in_several_files_is_read_whole_and_its_index_names_no_file_elsewhere(tmp_path, topology):

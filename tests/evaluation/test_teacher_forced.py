@@ -51,7 +51,10 @@ def accepted_drafts(draft: Eagle3Draft, d2t: torch.Tensor, text: WrittenText, st
     return forced_drafts(draft, d2t, [text], [aux], steps)[0].accepted
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 5}, {"norm_output": True}], ids=str)
+CHANGES = [{}, {"window": 5}, {"norm_output": True}, {"qk_norm": True, "attention_bias": True}]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_every_verification_of_decoding_accepts_what_the_pass_over_the_text_says(topology, changes):
     target = target_of_four_tokens()
     draft, d2t = lucky_draft(target, topology, **changes)
@@ -69,7 +72,7 @@ def test_every_verification_of_decoding_accepts_what_the_pass_over_the_text_says
     assert compared > 20 and longest > 1
 
 
-@pytest.mark.parametrize("changes", [{}, {"window": 5}, {"norm_output": True}], ids=str)
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_a_held_out_measurement_counts_the_tokens_and_verifications_of_decoding_the_same_texts(topology, changes):
     target = target_of_four_tokens()
     draft, d2t = lucky_draft(target, topology, **changes)

@@ -12,9 +12,14 @@ import torch
 from limits import wait_until
 from places import ZERO2
 from processes import free_port
+from published_drafts import deepspec, rewritten
 from safetensors.torch import load, load_file
 from tiny_run import deepspeed, finish, launch, metrics, write_recipe
+from transformers import AutoConfig
 
+from eagle3.draft.derivation import derive_draft
+from eagle3.draft.interchange import export_draft, read_exported
+from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import load_recipe
@@ -242,6 +247,38 @@ def test_a_run_exports_a_draft_and_judges_it_with_its_target(tmp_path, target, t
     narrowed = [*warm[:2], "model.draft.window=6", "training.max_steps=2", f"output.dir={tmp_path / 'narrowed'}"]
     train(load_recipe(tmp_path / "recipe.yaml", narrowed), ZERO2, topology)
     assert json.loads((tmp_path / "narrowed" / "export" / "config.json").read_text())["sliding_window"] == 6
+
+
+def test_a_draft_in_another_trainers_form_is_trained_further_judged_and_exported(tmp_path, target, topology):
+    """Deepspec's: four layers (of the target's five), the whole vocabulary, normed heads, here with biases too."""
+    torch.manual_seed(1)
+    shape = {"aux_layers": (0, 1, 3, 4), "qk_norm": True, "attention_bias": True}
+    vocabulary = AutoConfig.from_pretrained(target).vocab_size
+    config = derive_draft(AutoConfig.from_pretrained(target), draft_vocab_size=vocabulary, **shape)
+    draft, first = Eagle3Draft(config, topology.modules_alone, torch.float32), tmp_path / "first"
+    tables = {"d2t": torch.zeros(vocabulary, dtype=torch.int64), "t2d": torch.ones(vocabulary, dtype=torch.bool)}
+    weights = dict(draft.named_parameters())
+    export_draft(first, draft, weights, **tables, dtype=torch.float32, with_embedding=True)
+    rewritten(first, deepspec)
+    before = read_exported(first).weights
+    given = {"config": str(first / "config.json"), "init_from": str(first), "vocab_size": vocabulary}
+    rate = {**SHORT, "max_steps": 3, "learning_rate": 1e-3}
+    recipe = load_recipe(
+        write_recipe(
+            tmp_path,
+            target,
+            model={"draft": given, "aux_layers": [*shape["aux_layers"]]},
+            training=rate,
+            evaluation={"conversations": 2},
+        )
+    )
+    assert train(recipe, ZERO2, topology)
+    export = read_exported(tmp_path / "run" / "export")
+    assert export.config.qk_norm and export.config.attention_bias and export.config.aux_layers == (0, 1, 3, 4)
+    assert export.weights.keys() == before.keys() - {"embed_tokens.weight"}  # which is the target's
+    moved = {name: float((weight - before[name]).abs().max()) for name, weight in export.weights.items()}
+    assert all(0 < move < 0.01 for move in moved.values()), moved
+    assert json.loads((tmp_path / "run" / "evaluation.json").read_text())["lossless"]
 
 
 def test_a_second_run_moves_the_first_aside_and_a_profile_is_written_where_asked(tmp_path, target, topology):

@@ -173,14 +173,19 @@ def test_a_target_wider_than_the_draft_equals_the_definition(topology):
         ("fc_norm", "norm_output"),
         ("norm_before_fc", "norm_before_residual"),
         ("norm_before_residual", "norm_output"),
+        ("qk_norm",),
+        ("attention_bias",),
+        ("qk_norm", "attention_bias", "fc_norm"),
     ],
     ids=str,
 )
-def test_norms_that_some_drafts_have_equal_the_definition(topology, names):
+def test_norms_and_biases_that_some_drafts_have_equal_the_definition(topology, names):
     changes = dict.fromkeys(names, True)
     trained = _check(random_case(UNEQUAL, seed=9, target_hidden_size=12, **changes), topology)
     assert ("fc_norm.2.weight" in trained.gradients) == ("fc_norm" in changes)
     assert ("input_norm.weight" in trained.gradients) == ("norm_before_fc" in changes)
+    assert ("midlayer.self_attn.q_norm.weight" in trained.gradients) == ("qk_norm" in changes)
+    assert ("midlayer.self_attn.o_proj.bias" in trained.gradients) == ("attention_bias" in changes)
 
 
 def test_an_epsilon_that_matters_equals_the_definition(topology):

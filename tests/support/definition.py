@@ -141,6 +141,12 @@ def random_case(loss_masks: Sequence[Sequence[int]], seed: int = 0, rows: str = 
     }
     for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
         weights[f"{name}.weight"] = 1 + normal(hidden, scale=0.3)
+    if config.attention_bias:
+        for name, width in (("q", query), ("k", key), ("v", key), ("o", hidden)):
+            weights[f"midlayer.self_attn.{name}_proj.bias"] = normal(width)
+    if config.qk_norm:
+        for name in "qk":
+            weights[f"midlayer.self_attn.{name}_norm.weight"] = 1 + normal(config.head_dim, scale=0.3)
     if config.norm_before_fc:
         weights["input_norm.weight"] = 1 + normal(config.aux_width, scale=0.3)
     if config.fc_norm:
@@ -234,7 +240,10 @@ def _document(case: Case, w: dict[str, Tensor], document: Document, steps: int, 
             ),
             -1,
         )
-        query, key, value = (_heads(x @ w[f"midlayer.self_attn.{name}_proj.weight"].T, config) for name in "qkv")
+        query, key, value = (_heads(_affine(x, w, f"midlayer.self_attn.{name}_proj"), config) for name in "qkv")
+        if config.qk_norm:
+            query = _rms(query, w["midlayer.self_attn.q_norm.weight"], eps)
+            key = _rms(key, w["midlayer.self_attn.k_norm.weight"], eps)
         rotation = cos[step : step + length], sin[step : step + length]
         query = _rotate(query, *rotation) * config.head_dim**-0.5
         keys.append(_rotate(key, *rotation).repeat_interleave(group, 0))
@@ -249,7 +258,7 @@ def _document(case: Case, w: dict[str, Tensor], document: Document, steps: int, 
         for i, own_value in enumerate(values[1:]):
             o = o + p[..., length + i : length + i + 1] * own_value
         residual = _rms(h, w["midlayer.hidden_norm.weight"], eps) if config.norm_before_residual else h
-        h = residual + o.transpose(0, 1).flatten(1) @ w["midlayer.self_attn.o_proj.weight"].T
+        h = residual + _affine(o.transpose(0, 1).flatten(1), w, "midlayer.self_attn.o_proj")
         normed = _rms(h, w["midlayer.post_attention_layernorm.weight"], eps)
         gate, up = (normed @ w[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
         h = h + (torch.nn.functional.silu(gate) * up) @ w["midlayer.mlp.down_proj.weight"].T
@@ -290,6 +299,10 @@ def reference(mask: Tensor, step: int) -> Tensor:
 def _shift(x: Tensor) -> Tensor:
     """x moved left by one along the tokens, filled with zeros."""
     return torch.cat((x[1:], torch.zeros_like(x[:1])))
+
+
+def _affine(x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
+    return x @ w[f"{name}.weight"].T + w.get(f"{name}.bias", 0)
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -52,6 +52,24 @@ def vllm(values: dict, tensors: dict) -> dict:
     return values
 
 
+def deepspec(values: dict, tensors: dict) -> dict:
+    """deepseek-ai/DeepSpec (deepspec/modeling/eagle3/qwen3): the target's config with few keys more, normed queries and
+    keys, and the whole vocabulary."""
+    for name in [name for name in tensors if name.startswith("midlayer.")]:
+        tensors[name.replace("midlayer.", "layers.0.")] = tensors.pop(name)
+    del tensors["d2t"], tensors["t2d"]
+    layers = values["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    for name in [name for name in values if "eagle" in name or name in ("draft_vocab_size", "num_aux_hidden_states")]:
+        del values[name]
+    return values | {
+        "architectures": ["Qwen3Eagle3Model"],
+        "layer_types": ["full_attention"],
+        "target_layer_ids": layers,
+        "ttt_length": 7,
+        "step_loss_decay": 0.8,
+    }
+
+
 def legacy_norms(values: dict, tensors: dict) -> dict:
     """SGLang's former names of fc_norm."""
     for number, third in enumerate(("low", "mid", "high")):

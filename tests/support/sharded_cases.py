@@ -29,6 +29,7 @@ AXES = {
     "rows": ("served", "reference"),
     "normalization": ("counted", "samples"),
     "states": (3, 1, 5),
+    "heads": ("plain", "normed and biased"),
 }
 STEPS, HEADS, MOST_PROCESSES = 5, 8, 8
 # tensor, Ulysses, ring, data: the smallest layout with every kind of group, although it exceeds MOST_PROCESSES
@@ -55,6 +56,7 @@ class Sharded:
     rows: str = "served"
     normalization: str = "counted"
     states: int = 3
+    heads: str = "plain"
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -103,6 +105,8 @@ class Sharded:
             draft_vocab_size=36,
             fc_norm=True,
             num_aux_hidden_states=self.states,
+            qk_norm=self.heads != "plain",
+            attention_bias=self.heads != "plain",
         )
 
     def dealt(self, case: Case) -> list[list[Document]]:

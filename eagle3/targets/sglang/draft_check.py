@@ -40,7 +40,6 @@ def check_draft(folder: Path) -> str:
     """Check the draft and describe it in one line. Call start_runtime first. Raises UserError naming the tensor that is
     wrong."""
     config = read_draft_config(folder / "config.json")
-    require_known(config, folder)
     model, tensors = empty_draft(folder), load_file(folder / "model.safetensors")
     for name, tensor in tensors.items():
         if name not in VOCABULARY and not torch.isfinite(tensor).all():
@@ -57,12 +56,20 @@ def check_draft(folder: Path) -> str:
     return f"SGLang {version('sglang')} takes all {len(tensors)} tensors{note}, with the embedding {embedding}"
 
 
+class NotServed(UserError):
+    """SGLang would compute something else than the draft, silently."""
+
+
 def require_known(config: DraftConfig, folder: Path) -> None:
-    """Raises UserError if SGLang would compute something else than this draft."""
-    if config.norm_before_residual:
-        raise UserError(
-            f"{folder}: SGLang does not know norm_before_residual, and would silently compute something else; "
-            "judge it with --engine transformers"
+    """Raises NotServed if SGLang 0.5.23 would compute something else than this draft. It takes states as wide as the
+    draft for the draft's own (srt/models/llama_eagle3.py, LlamaModel.forward)."""
+    unknown = [name for name in ("norm_before_residual", "qk_norm", "attention_bias") if getattr(config, name)]
+    if config.aux_width == config.hidden_size:
+        unknown.append("a draft that reads a single layer, as wide as itself")
+    if unknown:
+        raise NotServed(
+            f"{folder}: SGLang does not know {unknown[0]}, and would silently compute something else; "
+            "serve it with vLLM, and judge it with --engine transformers"
         )
 
 
