@@ -102,8 +102,12 @@ class DraftConfig:
             object.__setattr__(self, "num_aux_hidden_states", len(self.aux_layers))
         rope = {"rope_type": "default", "rope_theta": 10000.0, **self.rope_parameters}
         _check_rope(rope)
-        whole = _with_attention_factor(rope) if rope["rope_type"] == "yarn" else rope
-        object.__setattr__(self, "rope_parameters", whole)
+        if rope["rope_type"] == "yarn":
+            rope = _with_attention_factor(rope)
+            # Readers take the positions for scaled ones; vLLM 0.33.0 serves no longer context (config/model.py).
+            reach = int(rope["factor"] * rope["original_max_position_embeddings"])
+            object.__setattr__(self, "max_position_embeddings", max(self.max_position_embeddings, reach))
+        object.__setattr__(self, "rope_parameters", rope)
 
     @property
     def aux_width(self) -> int:

@@ -102,6 +102,20 @@ def test_the_default_layers_are_those_of_vllms_own_function(vllm):
         assert tuple(layer - 1 for layer in default(target)) == default_aux_layers(layers)
 
 
+def test_vllms_own_function_serves_the_whole_context_of_a_yarn_draft(vllm, tmp_path, target):
+    """The target's config says 64 positions, which YaRN stretches to 256."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+    draft = derive_draft(target.config, draft_vocab_size=30, aux_layers=CHOICES[0], rope_parameters=rope)
+    (tmp_path / "config.json").write_text(json.dumps(draft.to_json("float32")))
+    config = AutoConfig.from_pretrained(tmp_path)
+    longest = vllm.definition(
+        "config/model.py", "_get_and_verify_max_len", iter_rope_parameters=lambda each: [each.rope_parameters]
+    )
+    known = SimpleNamespace(derived_max_model_len_and_key=(config.max_position_embeddings, "max_position_embeddings"))
+    asked = {"tokenizer_config": None, "disable_sliding_window": False, "sliding_window": None}
+    assert longest(config, known, max_model_len=256, **asked) == 256 == draft.max_position_embeddings
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_vllms_own_functions_give_an_export_the_window_that_it_was_trained_with(vllm, tmp_path, target, window):
     """From config.json through the attention of vLLM's draft layer to the window that flash attention is asked for: W
