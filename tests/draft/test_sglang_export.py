@@ -24,6 +24,7 @@ from eagle3.errors import UserError
 from eagle3.evaluation.export_check import NotChecked, check_export
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import load_recipe
+from eagle3.targets.sglang.draft_check import NotServed
 
 pytestmark = pytest.mark.sglang
 
@@ -45,16 +46,13 @@ def export(folder: Path, topology, *, with_embedding: bool = False, **changes) -
         **SIZES,
         target_hidden_size=32,
         vocab_size=VOCABULARY,
-        draft_vocab_size=DRAFT_VOCABULARY,
         max_position_embeddings=256,
-        aux_layers=(1, 2, 3),
-        **changes,
+        **{"draft_vocab_size": DRAFT_VOCABULARY, "aux_layers": (1, 2, 3)} | changes,
     )
     draft = Eagle3Draft(config, topology.modules_alone, torch.float32)
-    ids = torch.arange(DRAFT_VOCABULARY) + (torch.arange(DRAFT_VOCABULARY) > 50) * 90
-    t2d = torch.zeros(VOCABULARY, dtype=torch.bool)
-    t2d[ids] = True
-    d2t = ids - torch.arange(DRAFT_VOCABULARY)
+    places = torch.arange(config.draft_vocab_size)
+    d2t = (places > 50) * 90 * (config.draft_vocab_size < VOCABULARY)
+    t2d = torch.zeros(VOCABULARY, dtype=torch.bool).index_fill(0, places + d2t, True)
     options = {"dtype": torch.bfloat16, "with_embedding": with_embedding}
     export_draft(folder, draft, dict(draft.named_parameters()), d2t=d2t, t2d=t2d, **options)
     return folder
@@ -108,6 +106,7 @@ def verdicts(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
         whole,
         export(work / "with_embedding", topology, with_embedding=True),
         export(work / "eagle31", topology, fc_norm=True, norm_output=True),
+        export(work / "five_layers", topology, aux_layers=(0, 1, 2, 4, 5), draft_vocab_size=VOCABULARY),
         *(spoilt(whole, name, change) for name, (change, _) in SPOILT.items()),
     ]
     folders += [export(work / f"rope {name}", topology, rope_parameters=rope) for name, rope in ROPES.items()]
@@ -134,6 +133,16 @@ def test_an_export_is_taken_whole(verdicts):
 def test_what_eagle31_adds_is_taken_too(verdicts):
     code, line = verdicts["eagle31"]
     assert code == 0 and "all 18 tensors (EAGLE3.1: fc_norm, norm_output)" in line
+
+
+def test_a_draft_of_five_layers_and_the_whole_vocabulary_is_taken_whole(verdicts):
+    assert verdicts["five_layers"] == [0, "SGLang 0.5.23 takes all 15 tensors, with the embedding of the target"]
+
+
+@pytest.mark.parametrize("changes", [{"aux_layers": (2,)}, {"qk_norm": True}, {"attention_bias": True}], ids=str)
+def test_what_sglang_would_compute_otherwise_is_said_before_it_is_asked(topology, tmp_path, changes):
+    with pytest.raises(NotServed, match="SGLang does not know .*; serve it with vLLM"):
+        check_export(export(tmp_path / "draft", topology, **changes))
 
 
 @pytest.mark.parametrize("name", SPOILT)

@@ -102,6 +102,17 @@ def test_the_default_layers_are_those_of_vllms_own_function(vllm):
         assert tuple(layer - 1 for layer in default(target)) == default_aux_layers(layers)
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_vllm_has_a_class_for_the_name_in_an_export(vllm, target, qk_norm):
+    draft = derive_draft(target.config, draft_vocab_size=30, aux_layers=(1, 3, 5, 7, 9), qk_norm=qk_norm)
+    (name,) = draft.to_json("float32")["architectures"]
+    registry = (vllm.root / "vllm" / "model_executor/models/registry.py").read_text(encoding="utf-8")
+    family = "Qwen3" if qk_norm else "Llama"
+    assert f'"{name}": ("{family.lower()}_eagle3", "Eagle3{family}ForCausalLM")' in registry
+    normed = (vllm.root / "vllm" / "model_executor/models/qwen3.py").read_text(encoding="utf-8")
+    assert "self.q_norm = RMSNorm(self.head_dim" in normed  # which that class is made of
+
+
 def test_vllms_own_function_serves_the_whole_context_of_a_yarn_draft(vllm, tmp_path, target):
     """The target's config says 64 positions, which YaRN stretches to 256."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
