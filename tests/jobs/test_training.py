@@ -261,13 +261,13 @@ def test_a_draft_in_another_trainers_form_is_trained_further_judged_and_exported
     export_draft(first, draft, weights, **tables, dtype=torch.float32, with_embedding=True)
     rewritten(first, deepspec)
     before = read_exported(first).weights
-    given = {"config": str(first / "config.json"), "init_from": str(first), "vocab_size": vocabulary}
+    given = {"config": str(first / "config.json"), "init_from": str(first)}
     rate = {**SHORT, "max_steps": 3, "learning_rate": 1e-3}
     recipe = load_recipe(
         write_recipe(
             tmp_path,
             target,
-            model={"draft": given, "aux_layers": [*shape["aux_layers"]]},
+            model={"draft": given},
             training=rate,
             evaluation={"conversations": 2},
         )
