@@ -5,9 +5,9 @@ text itself, knows what a verification would accept wherever one may begin; and 
 accepts n drafts is followed by one at row t + n + 1. The first begins at the row before the answer, after the prefill,
 whose token belongs to no verification, as in eagle3/evaluation/speculative.py.
 
-For texts written greedily and drafts that are right or wrong, this is what greedy decoding counts. With chances of
-acceptance, in texts sampled at temperature 1, it is an estimate: a draft that was accepted is more often one that is
-easy to go on from.
+For texts written greedily and drafts that are right or wrong, this is what greedy decoding counts. For texts sampled at
+temperature 1, and the chances that their own tokens were accepted drafts, it is what sampling gives on average over all
+texts that the target may write. Of other texts neither number is a promise.
 """
 
 from collections.abc import Sequence

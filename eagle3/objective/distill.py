@@ -57,7 +57,9 @@ class Distilled(NamedTuple):
     surrogate: Tensor  # scalar; its gradient is this stream's share of the loss's gradient
     sums: StepSums  # what losses and metrics need
     correct: Tensor  # [K, M] bool: supervised positions where the draft's best token is the teacher's
-    overlap: Tensor  # [K, M]: the chance that sampling at temperature 1 accepts the draft's token, where supervised
+    # [K, M]: where supervised, the chance that the text's token was a draft that sampling at temperature 1 accepted, if
+    # the text was sampled so; only without gradients, and if the teacher knows the text
+    sampled: Tensor | None
 
 
 def loss_row_bytes(steps: int, columns: int, hidden: int, dtype: torch.dtype, overwrites: bool = True) -> int:
@@ -89,12 +91,15 @@ class Teacher:
     best: Tensor
     logsumexp: Tensor  # [M]: over the target's full vocabulary
     transform: LogitTransform = LogitTransform()  # applied to what head yields
+    written: Tensor | None = None  # [M] int64: draft id of the text's token there; -1 as in `best`
 
     def map(
         self, change: Callable[[Tensor], Tensor], change_rows: Callable[[Tensor], Tensor | StreamedRows]
     ) -> "Teacher":
         """Applies `change_rows` to `last`, and `change` to what else belongs to the rows."""
-        return replace(self, last=change_rows(self.last), best=change(self.best), logsumexp=change(self.logsumexp))
+        others = {name: getattr(self, name) for name in ("best", "logsumexp", "written")}
+        changed = {name: change(tensor) for name, tensor in others.items() if tensor is not None}
+        return replace(self, last=change_rows(self.last), **changed)
 
     def logits(self, block: slice, dtype: torch.dtype, kernel: LossKernel = PLAIN) -> Tensor:
         """Logits [m, Vd/tp] in `dtype` (fp32 or wider) that the caller may overwrite."""
@@ -134,10 +139,19 @@ def distill(
     kernel = blocks.kernel or loss_candidates(head.device, head.dtype)[0]
     rows = loss_rows(blocks.size, loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.overwrites))
     norm_weights = () if norm is None else norm.parameters()
-    surrogate, cross_entropy, overlap, correct, terms = _Distill.apply(
-        weights, group, norm, (rows, kernel), head, teacher, query_of, shares, *outputs, *norm_weights
+    surrogate, cross_entropy, overlap, correct, sampled = _Distill.apply(
+        weights,
+        group,
+        norm,
+        (rows, kernel, torch.is_grad_enabled()),
+        head,
+        teacher,
+        query_of,
+        shares,
+        *outputs,
+        *norm_weights,
     )
-    return Distilled(surrogate, StepSums(cross_entropy, overlap, correct.sum(1).double()), correct, terms[1])
+    return Distilled(surrogate, StepSums(cross_entropy, overlap, correct.sum(1).double()), correct, sampled)
 
 
 class _Gradients:
@@ -181,18 +195,24 @@ class _Distill(torch.autograd.Function):
     From its columns of the logits a rank computes its own rows of d_head, and partial sums of everything else, which
     are reduced at the end.
 
-    `weights` holds each step's factors of cross-entropy and overlap, `blocks` the number of rows per block and the
-    kernel.
+    Sampling accepts a draft x with the chance min(1, f_x / p_x), so both happen with min(p_x, f_x). In a text that has
+    x there, as it does with f_x, the chance that it was a draft is min(1, p_x / f_x).
+
+    `weights` holds each step's factors of cross-entropy and overlap, `blocks` the number of rows per block, the kernel,
+    and whether autograd records (which the tensors do not say, and forward cannot ask).
     """
 
     @staticmethod
     def forward(ctx, weights, group, norm, blocks, head, teacher, query_of, shares, *outputs_and_norm):
-        rows, kernel = blocks
+        rows, kernel, recorded = blocks
         outputs = outputs_and_norm[: len(query_of)]
         exact = torch.promote_types(head.dtype, torch.float32)
         best = query_of.new_empty(query_of.shape)  # draft id of the largest logit
+        gradients = _Gradients(outputs, head, norm, kernel) if recorded and any(ctx.needs_input_grad) else None
+        follows = gradients is None and teacher.written is not None
         terms = torch.empty(2, *query_of.shape, dtype=exact, device=head.device)  # cross-entropies, acceptance rates
-        gradients = _Gradients(outputs, head, norm, kernel) if any(ctx.needs_input_grad) else None
+        ratios = torch.zeros_like(terms[0])  # log(p / f) of the text's token, on the rank that has it
+        columns = teacher.written - group.rank() * len(head) if follows else None
         supervised = query_of >= 0
         counted, slots = supervised & (teacher.best >= 0), query_of.clamp(min=0)
         weights_of_steps = send(torch.stack(weights), head.device)  # [2, K]
@@ -208,9 +228,16 @@ class _Distill(torch.autograd.Function):
                 normed = hidden if norm is None else norm(hidden.requires_grad_(gradients is not None))
             logits = kernel.product(normed.detach().flatten(0, 1), head).unflatten(0, hidden.shape[:2])
             lse = teacher.logsumexp[block].to(exact)
-            softmaxes = kernel.softmaxes(Logits(logits, teacher.logits(block, exact, kernel), lse), group)
-            del logits
+            taught = teacher.logits(block, exact, kernel)
+            if follows:
+                column = columns[block].clamp(0, len(head) - 1)
+                here = column == columns[block]
+                ratios[:, block] = torch.where(here, _at(logits, column) - _at(taught, column) + lse, 0)
+            softmaxes = kernel.softmaxes(Logits(logits, taught, lse), group)
+            del logits, taught
             best[:, block], terms[0, :, block] = softmaxes.best, softmaxes.cross_entropy
+            if follows:
+                ratios[:, block] -= torch.where(here, softmaxes.logsumexp, 0)
             of_block = None if gradients is None else factors[..., block]
             terms[1, :, block], d_logits = softmaxes.finish(of_block, overlaps, head.dtype)
             if gradients is not None:
@@ -218,7 +245,7 @@ class _Distill(torch.autograd.Function):
             del softmaxes, d_logits, hidden, selected, normed  # free them before the next block allocates its own
         if group.size() > 1 and len(teacher.best):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)
-            for partial in (terms, *([] if gradients is None else [*gradients.outputs, *gradients.norm])):
+            for partial in (terms, *([ratios] if gradients is None else [*gradients.outputs, *gradients.norm])):
                 dist.all_reduce(partial, group=group)
         sums = torch.where(counted, terms if shares is None else terms * shares, 0).sum(-1, dtype=torch.float64)
         correct = supervised & (best == teacher.best)
@@ -228,8 +255,9 @@ class _Distill(torch.autograd.Function):
             norm_gradients = [g.to(w.dtype) for g, w in zip(gradients.norm, gradients.norm_weights, strict=True)]
             of_outputs = (whole[:-1] for whole in gradients.outputs)
             ctx.save_for_backward(gradients.head.to(head.dtype), *of_outputs, *norm_gradients)
-        ctx.mark_non_differentiable(cross_entropy, overlap, correct, terms)
-        return surrogate.to(exact), cross_entropy, overlap, correct, terms
+        sampled = torch.where(teacher.written >= 0, ratios.clamp(max=0).exp(), 0) if follows else None
+        ctx.mark_non_differentiable(cross_entropy, overlap, correct)
+        return surrogate.to(exact), cross_entropy, overlap, correct, sampled
 
     @staticmethod
     def backward(ctx, grad, *_):
@@ -237,6 +265,11 @@ class _Distill(torch.autograd.Function):
         head, *others = gradients = ctx.saved_tensors
         torch._foreach_mul_(gradients, grad.to(head.dtype))
         return None, None, None, None, head, None, None, None, *others
+
+
+def _at(logits: Tensor, columns: Tensor) -> Tensor:
+    """One column of each row: logits [..., m, v], columns [m]. Returns [..., m]."""
+    return logits.gather(-1, columns.expand(logits.shape[:-1])[..., None])[..., 0]
 
 
 def loss_candidates(device: torch.device, dtype: torch.dtype) -> list[LossKernel]:

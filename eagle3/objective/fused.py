@@ -216,7 +216,9 @@ class FusedSoftmaxes:
             part = self.totals[-1].clone()
             dist.all_reduce(self.totals, group=group)
             q_total = self.totals[-1]
-        self.cross_entropy = self.totals[:-1].log() * (part / q_total) - product / q_total
+        log_totals = self.totals[:-1].log()
+        self.cross_entropy = log_totals * (part / q_total) - product / q_total
+        self.logsumexp = log_totals + self.peaks[:-1]
 
     def finish(self, factors: Tensor | None, overlaps: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         arguments = *self.logits[:2], self.peaks, self.totals, self.logits.teacher_lse

@@ -92,6 +92,7 @@ class BatchMaker:
             best=self.draft_id[rows.teacher.argmax.to(self.draft_id.device)],
             logsumexp=rows.teacher.logsumexp,
             transform=self.transform,
+            written=self.draft_id[stream.tokens_after(plan.teacher, 1).to(self.draft_id.device)],
         )
         inputs = unroll_inputs(stream, plan, len(plan.query_of), rows.aux.to(self.dtype))
         positions = stream.positions(len(plan.query_of))

@@ -29,6 +29,7 @@ class BlockSoftmaxes(Protocol):
     # [K, m] int64: lowest draft id of the largest logit, ELSEWHERE if only other ranks have one as large
     best: Tensor
     cross_entropy: Tensor  # [K, m]: this rank's terms of -sum q log p
+    logsumexp: Tensor  # [K, m]: of the draft's logits, over all ranks' columns
 
     def finish(self, factors: Tensor | None, overlaps: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Returns this rank's terms of the acceptance rate sum_v min(f, p) [K, m] and the gradient of the logits
@@ -70,6 +71,7 @@ class PlainSoftmaxes:
         self.exp, self.total, q_total = draft, totals[:-1], totals[-1]  # p is exp / total
         self.q.div_(q_total[:, None])
         self.cross_entropy = self.total.log() * self.q.sum(-1) - products / q_total
+        self.logsumexp = self.total.log() + peaks[:-1]
 
     def finish(self, factors: Tensor | None, overlaps: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         steps = zip(self.exp, self.total, strict=True)

@@ -258,7 +258,7 @@ class Trainer:
                 chains.append(
                     [
                         count_chains(stream.stream, stream.plan, accepted[:chain], contexts, self.topology.sequence)
-                        for accepted in (distilled.correct, distilled.overlap)
+                        for accepted in (distilled.correct, distilled.sampled)
                     ]
                 )
             counts.append(self._counts(streams))

@@ -23,21 +23,23 @@ STEPS = 4
 
 
 def lucky_draft(target, topology: Topology, **changes) -> tuple[Eagle3Draft, torch.Tensor]:
-    """A draft with random weights that predicts few tokens, so that some of its drafts are right by chance."""
+    """A draft with random weights that predicts few tokens, so that some of its drafts are right by chance, and is sure
+    of each."""
     config = derive_draft(target.model.config, draft_vocab_size=4, aux_layers=target.aux_layers, vocab_size=256)
     torch.manual_seed(3)
     draft = Eagle3Draft(replace(config, **changes), topology.modules_alone, torch.float32).eval().requires_grad_(False)
     for parameter in draft.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.3)
+    draft.lm_head.weight.mul_(1000)
     return draft, torch.zeros(4, dtype=torch.int64)
 
 
 def target_of_four_tokens():
-    """A target that writes those tokens alone that the draft knows."""
+    """A target that writes those tokens alone that the draft knows, and is sure of each."""
     model = tiny_llama()
     with torch.no_grad():
         model.lm_head.weight[4:] = 0
-        model.lm_head.weight[:4] *= 4
+        model.lm_head.weight[:4] *= 4000
     return as_target(model)
 
 
@@ -85,7 +87,10 @@ def test_a_held_out_measurement_counts_the_tokens_and_verifications_of_decoding_
     stream = Stream.pack(texts, answers, "served")
     plan, states = plan_sequence(stream, STEPS, window=draft.draft_config.window), Rows.cat(target.prefill(texts))
     batch = maker.micro_batch(stream, plan, Rows(states.aux[plan.rows], states.teacher[plan.teacher]))
-    distilled = objective(batch, StepWeights(zeros, zeros))
+    with torch.no_grad():
+        distilled = objective(batch, StepWeights(zeros, zeros))
+    # Where target and draft are sure, sampling accepts what greedy decoding does.
+    assert torch.equal(distilled.sampled[batch.supervised].round().bool(), distilled.correct[batch.supervised])
     counts = count_chains(stream, plan, distilled.correct, [512], topology.sequence)
     decoded = [
         speculative_greedy(target, draft, d2t, prompt, draft_tokens=STEPS, new_tokens=NEW_TOKENS) for prompt in prompts

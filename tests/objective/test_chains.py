@@ -1,6 +1,8 @@
 """Acceptance lengths from one pass, compared with decoding that is played out verification by verification."""
 
 import functools
+import itertools
+import math
 import random
 
 import pytest
@@ -97,6 +99,50 @@ def test_with_chances_a_walk_gives_the_expected_verifications_and_tokens():
         visits, added = walk(chances.cumprod(0))
         assert sum(visits) == pytest.approx(expected(0), rel=1e-12)
         assert sum(v * a for v, a in zip(visits, added, strict=True)) == pytest.approx(places, rel=1e-12)
+
+
+def _drawn(*place) -> torch.Tensor:
+    """A distribution over three tokens that depends on the place alone, and avoids some tokens."""
+    weights = torch.rand(3, generator=torch.Generator().manual_seed(hash(place) % 2**31), dtype=torch.float64)
+    weights = torch.where(weights < 0.15 * weights.max(), 0, weights)
+    return weights / weights.sum()
+
+
+def test_the_chances_of_a_sampled_texts_own_tokens_give_what_sampling_expects():
+    """All texts of five tokens by a target that depends on the text before, with a draft that depends on that and on
+    where its chain began: their walks, weighed by how likely each is, against rejection sampling itself."""
+    length = 5
+
+    def target(text: tuple) -> torch.Tensor:
+        return _drawn(0, *text)
+
+    def draft(begun: int, text: tuple) -> torch.Tensor:
+        return _drawn(1, begun, *text)
+
+    def expected(text: tuple) -> float:
+        """Verifications from here to the end."""
+        return 0.0 if len(text) == length else 1 + goes_on(text, len(text), 0)
+
+    def goes_on(text: tuple, begun: int, depth: int) -> float:
+        """Those after the verification that has accepted `depth` drafts."""
+        if len(text) == length:
+            return 0.0
+        f = target(text)
+        accepted = torch.minimum(draft(begun, text), f) if depth < STEPS else torch.zeros(3)
+        more = sum(float(accepted[x]) * goes_on((*text, x), begun, depth + 1) for x in range(3) if accepted[x])
+        return more + sum(float(f[x] - accepted[x]) * expected((*text, x)) for x in range(3) if f[x] > accepted[x])
+
+    estimated = 0.0
+    for text in itertools.product(range(3), repeat=length):
+        likely = math.prod(float(target(text[:i])[text[i]]) for i in range(length))
+        if likely:
+            chances = torch.zeros(STEPS, length, dtype=torch.float64)
+            for begun, depth in itertools.product(range(length), range(STEPS)):
+                if (at := begun + depth) < length:
+                    p, f = draft(begun, text[:at])[text[at]], target(text[:at])[text[at]]
+                    chances[depth, begun] = min(1.0, float(p / f))
+            estimated += likely * sum(walk(chances.cumprod(0))[0])
+    assert estimated == pytest.approx(expected(()), rel=1e-12) and 1.5 < length / estimated < 3
 
 
 def test_a_length_is_tokens_by_verifications_and_unknown_where_nothing_was_verified():

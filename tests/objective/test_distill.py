@@ -128,6 +128,25 @@ def test_without_autograd_the_sums_are_the_same(topology):
     assert all(torch.equal(a, b) for a, b in zip(alone.sums, sums, strict=True))
 
 
+@pytest.mark.parametrize(("rows", "queries", "block_bytes"), SIZES.values(), ids=SIZES)
+def test_the_chance_that_sampling_wrote_a_token_by_accepting_it_equals_dense_softmaxes(
+    topology, rows, queries, block_bytes
+):
+    case = random_rows(rows, queries, VOCABULARY, seed=6)
+    outputs, head, teacher, query_of = case
+    assert distill(*case, WEIGHTS["both"], topology.tensor).sampled is None  # with gradients
+    with torch.no_grad():
+        chances = distill(*case, WEIGHTS["both"], topology.tensor, blocks=LossBlocks(block_bytes)).sampled
+        f = (teacher.last @ teacher.head.T - teacher.logsumexp[:, None]).exp()
+        p = (outputs[torch.arange(STEPS)[:, None], query_of] @ head.T).softmax(-1)
+    assert bool((teacher.written < 0).any()) and bool((teacher.written >= 0).any())
+    for step in range(STEPS):
+        for row in (query_of[step] >= 0).nonzero().flatten().tolist():
+            token = int(teacher.written[row])
+            expected = min(1.0, float(p[step, row, token] / f[row, token])) if token >= 0 else 0.0
+            assert float(chances[step, row]) == pytest.approx(expected, rel=1e-10)
+
+
 def test_no_tensor_of_tokens_by_vocabulary_exists_forward_or_backward(topology):
     vocabulary, tokens = 400, 112
     case = random_rows(tokens, tokens, vocabulary, torch.float32)

@@ -93,6 +93,7 @@ def test_sums_surrogate_and_gradients_are_those_of_one_process(computed, topolog
         assert torch.allclose(rank.sums[:2], expected.sums[:2], rtol=TOLERANCE[dtype], atol=0)
         assert torch.equal(rank.sums[2], expected.sums[2])
         assert _close(rank.d_outputs, expected.d_outputs, dtype)
+        assert _close(rank.sampled, expected.sampled, dtype)
     assert {rank.d_head.shape[0] for rank in ranks} == {len(expected.d_head) // world}
     assert _close(torch.cat([rank.d_head for rank in ranks]), expected.d_head, dtype)
 
@@ -102,7 +103,7 @@ def test_sums_surrogate_and_gradients_are_those_of_one_process(computed, topolog
 def test_every_rank_has_the_same_bits(computed, world, dtype, name):
     first, *others = (Compared(**rank) for rank in computed.of(world, name, dtype))
     for other in others:
-        for part in ("surrogate", "sums", "d_outputs", "sums_alone", "collectives"):
+        for part in ("surrogate", "sums", "d_outputs", "sums_alone", "sampled", "collectives"):
             assert torch.equal(getattr(other, part), getattr(first, part)), part
 
 

@@ -53,5 +53,6 @@ def random_rows(
         head=target_head[:draft_vocabulary],
         best=torch.where(best < draft_vocabulary, best, -1),
         logsumexp=z.logsumexp(-1),
+        written=torch.where(best < draft_vocabulary, best, -1).roll(1),
     )
     return Rows(outputs.requires_grad_(), head.requires_grad_(), teacher, query_of)

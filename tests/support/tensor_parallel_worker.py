@@ -6,6 +6,7 @@ python tests/support/tensor_parallel_worker.py FOLDER
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -48,7 +49,7 @@ class Case(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """What distill gives: surrogate; sums [3, K]; gradients under UPSTREAM; sums_alone: without autograd;
+    """What distill gives: surrogate; sums [3, K]; gradients under UPSTREAM; sums_alone, sampled: without autograd;
     collectives."""
 
     surrogate: Tensor
@@ -56,6 +57,7 @@ class Compared(NamedTuple):
     d_outputs: Tensor
     d_head: Tensor
     sums_alone: Tensor
+    sampled: Tensor
     collectives: Tensor
 
 
@@ -114,9 +116,7 @@ def compare(case: Case, group: ProcessGroup) -> Compared:
     """Distil with this rank's rows of both heads."""
     rows, teacher = case.rows, case.rows.teacher
     head, teacher_head = (each.detach().chunk(group.size())[group.rank()] for each in (rows.head, teacher.head))
-    part = rows._replace(
-        head=head.requires_grad_(), teacher=Teacher(teacher.last, teacher_head, teacher.best, teacher.logsumexp)
-    )
+    part = rows._replace(head=head.requires_grad_(), teacher=replace(teacher, head=teacher_head))
     blocks = LossBlocks(case.block_bytes, FUSED if case.fused else None)
     with CommDebugMode() as collectives:
         distilled = distill(*part, case.weights, group, blocks=blocks)
@@ -129,6 +129,7 @@ def compare(case: Case, group: ProcessGroup) -> Compared:
         d_outputs,
         d_head,
         torch.stack(alone.sums),
+        torch.zeros(0) if alone.sampled is None else alone.sampled,
         torch.tensor(collectives.get_total_counts()),
     )
 
