@@ -14,7 +14,7 @@ from torch import Tensor
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 
-NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+NORMS = {"low": "fc_norm.0", "mid": "fc_norm.1", "high": "fc_norm.2"}  # SGLang's former names: aux_norm_low etc.
 # Parts of the target, or what follows from the config, that some checkpoints hold.
 IGNORED = re.compile(r"(^|\.)(verifier_lm_head|verifier_norm|rotary_emb)\.")
 
@@ -36,9 +36,7 @@ def plain_tensors(tensors: dict[str, Tensor], config: DraftConfig, origin: str) 
 def _plain_name(name: str) -> str:
     inner = name.removeprefix("model.").removeprefix("draft_model.")
     inner = re.sub(r"^layers\.0\.", "midlayer.", inner)
-    for legacy, plain in NORMS.items():
-        inner = inner.replace(legacy, plain)
-    return inner
+    return re.sub("aux_norm_(low|mid|high)", lambda match: NORMS[match[1]], inner)
 
 
 def _split(name: str, tensor: Tensor, config: DraftConfig) -> dict[str, Tensor]:

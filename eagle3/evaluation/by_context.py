@@ -165,16 +165,10 @@ class ContextJudgement:
             "accepted by draft position",
             *aligned([["context", *(f"{place + 1}" for place in range(self.decoding.draft_tokens))], *shares]),
             *(line for each in self.pay_offs for line in each.lines()),
-            *self._serving_lines(),
+            # of the estimate, which knows batches, if there is one
+            *(serving_lines(self.pay_offs[-1], self.window.window) if self.pay_offs else []),
             *(self._best_lines() if self.best else []),
             *(line for each in self.other_windows for line in each.lines()),
-        ]
-
-    def _serving_lines(self) -> list[str]:
-        return [
-            line
-            for pay_off in self.pay_offs[-1:]  # the estimate, which knows batches, if there is one
-            for line in serving_lines(policy(pay_off.cells), pay_off.source, self.window.window)
         ]
 
     def _best_lines(self) -> list[str]:

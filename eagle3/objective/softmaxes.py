@@ -110,8 +110,10 @@ class LossKernel(NamedTuple):
     overwrites: bool  # whether the gradient of the logits takes their place; see `loss_row_bytes`
 
 
-def _product(rows: Tensor, columns: Tensor) -> Tensor:
-    return (rows @ columns.t()).to(torch.promote_types(rows.dtype, torch.float32))
-
-
-PLAIN = LossKernel("plain", PlainSoftmaxes, _product, add_product, overwrites=True)
+PLAIN = LossKernel(
+    "plain",
+    PlainSoftmaxes,
+    lambda rows, columns: (rows @ columns.t()).to(torch.promote_types(rows.dtype, torch.float32)),
+    add_product,
+    overwrites=True,
+)

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from eagle3.console import aligned
-from eagle3.planning.payoff import Cell, Range, paying_ranges
+from eagle3.planning.payoff import Cell, PayOff, Range, paying_ranges
 from eagle3.targets.sglang.version import speculative_flags
 
 ADAPTIVE = "adaptive.json"  # the file for SGLang
@@ -73,29 +73,31 @@ def sglang_file(drafts: Mapping[int, int]) -> str:
     return json.dumps({str(batch): {"candidate_steps": [its]} for batch, its in drafts.items()})
 
 
-def tier_table(tiers: Sequence[Tier]) -> list[list[str]]:
-    """A table with a head, and a row for each tier."""
+def tier_table(tiers: Sequence[Tier]) -> tuple[list[str], list[list[str]]]:
+    """The head of a table, and a row for each tier."""
     upper = [f" to {after.batch - 1}" if after.batch > tier.batch + 1 else "" for tier, after in pairwise(tiers)]
-    return [
-        ["batch", "draft tokens", "mean speed-up", "pays"],
-        *(
-            [
-                f"{tier.batch}{end}",
-                str(tier.drafts) if tier.pays else "none",
-                f"{tier.speed_up:.2f}" + ("" if tier.pays else f" with {tier.drafts}"),
-                " and ".join(map(str, tier.paying)) or "nowhere",
-            ]
-            for tier, end in zip(tiers, [*upper, " and more"], strict=True)
-        ),
+    return ["batch", "draft tokens", "mean speed-up", "pays"], [
+        [
+            f"{tier.batch}{end}",
+            str(tier.drafts) if tier.pays else "none",
+            f"{tier.speed_up:.2f}" + ("" if tier.pays else f" with {tier.drafts}"),
+            " and ".join(map(str, tier.paying)) or "nowhere",
+        ]
+        for tier, end in zip(tiers, [*upper, " and more"], strict=True)
     ]
 
 
-def serving_lines(tiers: Sequence[Tier], source: str, window: int | None) -> list[str]:
+def serving_lines(pay_off: PayOff, window: int | None) -> list[str]:
     """What an operator needs: the table, and flags for both engines with DRAFT for the draft's folder."""
-    lines = [f"draft tokens by batch, one number for all these contexts, {source}", *aligned(tier_table(tiers))]
-    if not any(tier.pays for tier in tiers):
-        return [*lines, "serve the target without the draft"]
-    drafts = schedule(tiers)
-    lines += [f"vLLM: {shlex.join(vllm_flags('DRAFT', drafts))}"]
-    lines += [f"SGLang: {shlex.join(sglang_flags('DRAFT', drafts, window))}"]
-    return lines + ([f"{ADAPTIVE}: {sglang_file(drafts)}"] if len(drafts) > 1 else [])
+    tiers = policy(pay_off.cells)
+    drafts, (head, rows) = schedule(tiers), tier_table(tiers)
+    flags = [
+        f"vLLM: {shlex.join(vllm_flags('DRAFT', drafts))}",
+        f"SGLang: {shlex.join(sglang_flags('DRAFT', drafts, window))}",
+        *([f"{ADAPTIVE}: {sglang_file(drafts)}"] if len(drafts) > 1 else []),
+    ]
+    return [
+        f"draft tokens by batch, one number for all these contexts, {pay_off.source}",
+        *aligned([head, *rows]),
+        *(flags if any(tier.pays for tier in tiers) else ["serve the target without the draft"]),
+    ]

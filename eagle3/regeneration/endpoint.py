@@ -54,10 +54,6 @@ class _Call(Typed):
     function: _Function
 
 
-def _openai_calls(calls: list[_Call] | None) -> list[dict]:
-    return [{"id": call.id, "type": "function", "function": call.function.model_dump()} for call in calls or ()]
-
-
 class Answer(Typed):
     """One answer, as the target gave it."""
 
@@ -65,9 +61,10 @@ class Answer(Typed):
     # Servers name the reasoning either way; both are empty if there is none.
     reasoning_content: Text = Field("", validation_alias=AliasPath(*MESSAGE, "reasoning_content"))
     plain_reasoning: Text = Field("", validation_alias=AliasPath(*MESSAGE, "reasoning"))
-    tool_calls: Annotated[ListOf[_Call] | None, AfterValidator(_openai_calls)] = Field(
-        [], validation_alias=AliasPath(*MESSAGE, "tool_calls")
-    )
+    tool_calls: Annotated[
+        ListOf[_Call] | None,
+        AfterValidator(lambda calls: [each.model_dump() | {"type": "function"} for each in calls or ()]),
+    ] = Field([], validation_alias=AliasPath(*MESSAGE, "tool_calls"))
     finish_reason: Name = Field(validation_alias=AliasPath("choices", 0, "finish_reason"))
     tokens: Annotated[Count, BeforeValidator(lambda count: count or 0)] = Field(
         0, validation_alias=AliasPath("usage", "completion_tokens")

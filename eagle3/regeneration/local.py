@@ -43,11 +43,6 @@ class _Request(NamedTuple):
     answer: asyncio.Future[Answer]
 
 
-def _room(batch: Sequence[_Request]) -> int:
-    """The most tokens of a request of the batch."""
-    return max(len(request.prompt) for request in batch) + batch[0].body["max_tokens"]
-
-
 class LocalTarget:
     """A target in this process, with an Endpoint's interface. A batch is the request that has waited longest, and
     those whose prompts are closest to it in length. Which those are does not depend on time.
@@ -115,7 +110,8 @@ class LocalTarget:
     def _batch(self) -> list[_Request]:
         first = self.waiting[0]
         batch = sorted(self.waiting, key=lambda request: abs(len(request.prompt) - len(first.prompt)))
-        while len(batch) > 1 and len(batch) * _room(batch) > self.batch_tokens:
+        answers = first.body["max_tokens"]
+        while len(batch) > 1 and len(batch) * (max(len(each.prompt) for each in batch) + answers) > self.batch_tokens:
             batch.pop()
         return batch
 

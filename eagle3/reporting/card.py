@@ -225,13 +225,12 @@ def _drafted(result: Record) -> str:
 
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:
     """The commands that serve the draft."""
-    draft, drafts, tiers = run.draft, {1: run.key("evaluation.draft_tokens") or 4}, []
+    draft = run.draft
     # Of the judgement with the window that the draft is served with.
     own = [judged for judged in windows_judged(run.by_context) if not window_in_words(judged)]
     known = [pay_off for judged in own for pay_off in pay_offs(judged) if pay_off.source.startswith(ESTIMATED)]
-    if known:
-        tiers = policy(known[0].cells)
-        drafts, table = schedule(tiers), tier_table(tiers)
+    tiers = policy(known[0].cells) if known else []
+    drafts = schedule(tiers) if known else {1: run.key("evaluation.draft_tokens") or 4}
     window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
     launch, serve = ["python", "-m", "sglang.launch_server", "--model-path"], ["vllm", "serve"]
     code = ["--trust-remote-code"] if run.key("model.trust_remote_code") else []
@@ -243,8 +242,8 @@ def _serving(run: RunRecord, target: str) -> dict[str, Any]:
         "adaptive": len(drafts) > 1 and Markdown(f"`{ADAPTIVE}` holds `{sglang_file(drafts)}`."),
         "window": f"{window:,}" if window else None,
         "context": f"{context:,}",
-        "policy": tiers and Markdown(Table("", table[0], table[1:]).markdown()),
-        "estimate": tiers and known[0].source,
+        "policy": known and Markdown(Table("", *tier_table(tiers)).markdown()),
+        "estimate": known and known[0].source,
         "pays": any(tier.pays for tier in tiers),
     }
 

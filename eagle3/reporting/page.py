@@ -169,10 +169,12 @@ def _pay_off_tables(run: RunRecord) -> list[Table]:
         for pay_off in all_pay_offs(run.by_context)
         for table in (pay_off.speed_up_table(),)
     ] + [
-        Table(f"Draft tokens by batch, one number for all these contexts, {pay_off.source}", table[0], table[1:])
+        Table(
+            f"Draft tokens by batch, one number for all these contexts, {pay_off.source}",
+            *tier_table(policy(pay_off.cells)),
+        )
         for judged in windows_judged(run.by_context)
         for pay_off in pay_offs(judged)[-1:]
-        for table in (tier_table(policy(pay_off.cells)),)
     ]
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from eagle3.planning.payoff import Cell
+from eagle3.planning.payoff import Cell, PayOff
 from eagle3.planning.policy import policy, schedule, serving_lines, sglang_file, sglang_flags, vllm_flags
 from eagle3.targets.sglang.version import speculative_flags
 
@@ -38,7 +38,7 @@ def test_a_batch_gets_the_number_with_the_highest_mean_over_contexts_and_none_wh
 
 def test_a_draft_that_pays_for_no_batch_is_advised_against():
     lossy = [cell._replace(break_even=9.0) for cell in CELLS]
-    *_, last = serving_lines(policy(lossy), "by hand", None)
+    *_, last = serving_lines(PayOff("by hand", lossy), None)
     assert last == "serve the target without the draft"
     assert schedule(policy(lossy)) == {1: 2}  # for a card's commands, which then say the same
 

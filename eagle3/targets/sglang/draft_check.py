@@ -64,8 +64,7 @@ def require_known(config: DraftConfig, folder: Path) -> None:
     """Raises NotServed if SGLang 0.5.23 would compute something else than this draft. It takes states as wide as the
     draft for the draft's own (srt/models/llama_eagle3.py, LlamaModel.forward)."""
     unknown = [name for name in ("norm_before_residual", "qk_norm", "attention_bias") if getattr(config, name)]
-    if config.aux_width == config.hidden_size:
-        unknown.append("a draft that reads a single layer, as wide as itself")
+    unknown += ["a draft that reads a single layer, as wide as itself"] * (config.aux_width == config.hidden_size)
     if unknown:
         raise NotServed(
             f"{folder}: SGLang does not know {unknown[0]}, and would silently compute something else; "
