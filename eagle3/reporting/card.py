@@ -103,6 +103,7 @@ def card_text(run: RunRecord) -> str:
         card_data=Markdown(data.to_yaml()),
         target=target_name(run),
         hub_id=hub_id,
+        states=run.draft.get("num_aux_hidden_states") or 3,
         facts=_facts(run),
         training=_training(run),
         judged=_judged(run),
