@@ -75,7 +75,7 @@ JUDGED = ("full", "quarter", "window-512", "window-128")
 SIZES = {
     "night": Size(1500, 24, 256, 3, 24, 128, CONTEXTS, 8, EVERY, JUDGED, True),
     "gpu": Size(1500, 24, 256, 3, 6, 64, CONTEXTS, 4, EVERY, JUDGED, True),
-    "small": Size(160, 4, 192, 5, 3, 48, "512,2048", 2, (*CURVE, "window-512"), ("full",), False),
+    "small": Size(160, 4, 192, 5, 3, 48, "256,512,1024,4096", 4, (*CURVE, "window-512"), ("full",), False),
     "dry": Size(24, 1, 8, 1, 1, 8, CONTEXTS, 1, EVERY, JUDGED, True),
 }
 
