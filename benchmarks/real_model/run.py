@@ -1,7 +1,7 @@
 """A real model, from its own answers to judged drafts: the whole path, which a killed run takes up again.
 
     python benchmarks/real_model/run.py OUT --wheels WHEELS            a night on two cores
-    python benchmarks/real_model/run.py OUT --wheels WHEELS --small    an hour and a half on two cores
+    python benchmarks/real_model/run.py OUT --wheels WHEELS --small    about an hour on two cores
     python benchmarks/real_model/run.py OUT --target FOLDER --human-eval HumanEval.jsonl.gz --gpu
                                                                        minutes on one GPU, without network or SGLang
     python benchmarks/real_model/run.py OUT --target FOLDER --dry-run  whether the code runs; on a CPU, with little data
