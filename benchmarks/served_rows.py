@@ -71,7 +71,7 @@ def results(out: Path) -> list[dict[str, Any]]:
     for arm in ARMS:
         judged = [
             {name: json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in JUDGED}
-            for folder in sorted(out.glob(arm.folder(Path(), "*").name))
+            for folder in sorted(out.glob(arm.folder(Path(), "[0-9]*").name))
             if all((folder / f"{name}.json").exists() for name in JUDGED)
         ]
         if judged:

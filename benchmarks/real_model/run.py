@@ -1,7 +1,7 @@
 """A real model, from its own answers to judged drafts: the whole path, which a killed run takes up again.
 
     python benchmarks/real_model/run.py OUT --wheels WHEELS            a night on two cores
-    python benchmarks/real_model/run.py OUT --wheels WHEELS --small    about an hour on two cores
+    python benchmarks/real_model/run.py OUT --wheels WHEELS --small    an hour and ten minutes on two cores
     python benchmarks/real_model/run.py OUT --target FOLDER --human-eval HumanEval.jsonl.gz --gpu
                                                                        minutes on one GPU, without network or SGLang
     python benchmarks/real_model/run.py OUT --target FOLDER --dry-run  whether the code runs; on a CPU, with little data
@@ -20,8 +20,8 @@ Stages, each of which is skipped if it was done:
     capture    hidden states, by SGLang where it is installed, otherwise by transformers
     train      drafts: full attention with all of the data, 1/2, 1/4 and 1/8; windows of 512 and 128; and on HumanEval
                alone, with its own solutions and with the target's answers (--small: without the last three)
-    judge      acceptance by kind of text, greedy and at temperature 1, and by context (--small: with full attention
-               only by kind, and of the windowed draft only by context)
+    judge      acceptance by kind of text, greedy and at temperature 1, and by context (--small: by kind, the draft
+               with full attention alone)
     serve      the same prompts in SGLang, judged one at a time, and the short ones timed one and four at a time, if it
                is installed (on a CPU: tests/sglang_cpu)
     diagnose   the draft with full attention, as it is and with five planted faults (not with --small)

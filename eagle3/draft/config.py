@@ -102,12 +102,8 @@ class DraftConfig:
             object.__setattr__(self, "num_aux_hidden_states", len(self.aux_layers))
         rope = {"rope_type": "default", "rope_theta": 10000.0, **self.rope_parameters}
         _check_rope(rope)
-        if rope["rope_type"] == "yarn":
-            rope = _with_attention_factor(rope)
-            # Readers take the positions for scaled ones; vLLM 0.33.0 serves no longer context (config/model.py).
-            reach = int(rope["factor"] * rope["original_max_position_embeddings"])
-            object.__setattr__(self, "max_position_embeddings", max(self.max_position_embeddings, reach))
-        object.__setattr__(self, "rope_parameters", rope)
+        whole = _with_attention_factor(rope) if rope["rope_type"] == "yarn" else rope
+        object.__setattr__(self, "rope_parameters", whole)
 
     @property
     def aux_width(self) -> int:
@@ -236,7 +232,12 @@ class DraftConfig:
             "fc_norm": self.fc_norm,
             "norm_output": self.norm_output,
             **{name: True for name in ("norm_before_fc", "norm_before_residual") if getattr(self, name)},
-            **({} if self.window is None else {"layer_types": [_SLIDING], "sliding_window": self.window}),
+            # without the last, transformers drops the window from a config of type qwen3
+            **(
+                {"layer_types": [_SLIDING], "sliding_window": self.window, "use_sliding_window": True}
+                if self.window
+                else {}
+            ),
             "num_aux_hidden_states": self.num_aux_hidden_states,
             _AUX_LAYERS: [layer + 1 for layer in self.aux_layers] if self.aux_layers else None,
             "eagle_config": {
@@ -357,12 +358,13 @@ def _aux_layers(values: dict[str, Any], eagle: dict[str, Any], origin: str) -> t
     DeepSpec's (deepspec/modeling/eagle3) have target_layer_ids, which count from 0.
     """
     nested, top = _layer_ids(eagle, f"{origin}: eagle_config.", 0), _layer_ids(values, f"{origin}: ", 1)
+    from_zero = _layer_ids(values, f"{origin}: ", 0, "target_layer_ids")
     if nested and top and [layer + 1 for layer in nested] != top:
         raise UserError(
             f"{origin}: eagle_config.{_AUX_LAYERS} {nested} (counted from 0, for SGLang) and {_AUX_LAYERS} {top} "
             "(counted from 1, for vLLM) are not the same layers; remove the one that the draft was not trained on"
         )
-    layers = nested or [layer - 1 for layer in top] or values.get("target_layer_ids") or ()
+    layers = nested or [layer - 1 for layer in top] or from_zero
     return tuple(layers) or None
 
 
@@ -386,7 +388,7 @@ def _window(values: dict[str, Any], origin: str) -> int | None:
     """The window as vLLM reads it: `sliding_window` applies to the layers that `layer_types` calls sliding. Raises
     UserError if readers could disagree about the draft's one layer."""
     kinds, window = values.get("layer_types") or [], values.get("sliding_window")
-    off = values.get("use_sliding_window") is False
+    off = not values.get("use_sliding_window", values.get("model_type") != _NORMED["model_type"])
     if not isinstance(kinds, list) or any(kind not in (_SLIDING, _FULL) for kind in kinds):
         raise UserError(f"{origin}: layer_types is {shown(kinds)}; a draft's layer is {_SLIDING} or {_FULL}")
     _refuse(
@@ -412,10 +414,10 @@ def _window(values: dict[str, Any], origin: str) -> int | None:
     return window
 
 
-def _layer_ids(values: dict[str, Any], place: str, first: int) -> list[int]:
-    layers = values.get(_AUX_LAYERS) or []
+def _layer_ids(values: dict[str, Any], place: str, first: int, key: str = _AUX_LAYERS) -> list[int]:
+    layers = values.get(key) or []
     if not isinstance(layers, list) or any(type(layer) is not int or layer < first for layer in layers):
-        raise UserError(f"{place}{_AUX_LAYERS} is {layers!r}, not a list of layers counted from {first}; fix the file")
+        raise UserError(f"{place}{key} is {layers!r}, not a list of layers counted from {first}; fix the file")
     return layers
 
 
@@ -431,6 +433,13 @@ def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
     if rope["rope_type"] == "yarn" and values.get("max_position_embeddings"):  # as transformers and SGLang do
         rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
     return rope
+
+
+def yarn_reach(rope: dict[str, Any]) -> int:
+    """The positions to which YaRN stretches a rope; 0 for another rope. Readers take max_position_embeddings for scaled
+    ones, and vLLM 0.33.0 serves no longer context (config/model.py)."""
+    factors = rope.get("factor"), rope.get("original_max_position_embeddings")
+    return int(math.prod(factors)) if rope.get("rope_type") == "yarn" and all(map(_is_number, factors)) else 0
 
 
 def _is_number(value: Any) -> bool:

@@ -1,12 +1,11 @@
 """Derives the draft's shape from its target's config, for any model family. Each rule names the config keys that it
 reads."""
 
-from functools import partial
 from typing import Any
 
 from transformers import PretrainedConfig
 
-from eagle3.draft.config import ROPE_TYPES, DraftConfig, rope_parameters
+from eagle3.draft.config import ROPE_TYPES, DraftConfig, rope_parameters, yarn_reach
 from eagle3.errors import UserError
 
 # How configs call the number of experts that a token uses.
@@ -43,10 +42,12 @@ def derive_draft(
         **overrides,
     }
     values.setdefault("hidden_size", values["target_hidden_size"])
+    values["rope_parameters"] = values.get("rope_parameters") or derived_rope(target)
     rules = {
         "intermediate_size": _intermediate_size,
-        "rope_parameters": derived_rope,
-        "max_position_embeddings": partial(_of, name="max_position_embeddings"),
+        "max_position_embeddings": lambda its: max(
+            _of(its, "max_position_embeddings"), yarn_reach(values["rope_parameters"])
+        ),
     }
     return DraftConfig(**values, **{name: rule(target) for name, rule in rules.items() if name not in values})
 

@@ -47,6 +47,13 @@ _NAMES = {
     "norm.weight": ("norm.weight",),
     "lm_head.weight": ("lm_head.weight",),
 }
+# Part of a weight's name that not every draft has -> the entry in config.json that goes with it.
+_ENTRIES = {
+    "fc_norm": '"fc_norm": true',
+    "input_norm": '"norm_before_fc": true',
+    "bias": '"attention_bias": true',
+    **dict.fromkeys(("q_norm", "k_norm"), '"model_type": "qwen3"'),
+}
 
 
 @dataclass(frozen=True)
@@ -136,10 +143,10 @@ def load_weights(draft: Eagle3Draft, exported: ExportedDraft, group: dist.Proces
             )
     unknown = exported.weights.keys() - shapes.keys()
     if unknown:
-        key = {"fc_norm": "fc_norm", "input_norm": "norm_before_fc"}.get(min(unknown).partition(".")[0])
+        entry = next((its for part, its in _ENTRIES.items() if part in min(unknown).split(".")), None)
         raise UserError(
-            f"{exported.origin}: {min(unknown)} is in its weights, but {key} is false in config.json; write true there"
-            if key
+            f"{exported.origin}: {min(unknown)} is in its weights, but config.json does not say {entry}; write it there"
+            if entry
             else f"{exported.origin}: {min(unknown)} is not a weight of an EAGLE3 draft; export the draft again"
         )
     with torch.no_grad():

@@ -181,7 +181,7 @@ class DraftPass:
         """What normed embeddings x [tokens, H] and biases add to `all`, to `queries`, or to `keys` and values: [tokens,
         rows], in fp32 or wider, so that the sum is rounded once."""
         product = self.of_embedding.wide_product(x, rows)
-        return product if self.biases[0] is None else product + torch.cat(self.biases)[rows]
+        return product if self.biases[0] is None else product.add_(torch.cat(self.biases)[rows])
 
     def rotation(self, positions: Tensor) -> Rotation:
         """For rows at these positions of their documents, [tokens]. Step k's are k further on."""
@@ -243,7 +243,7 @@ class DraftPass:
 
     def _normed(self, heads: Tensor, norm: nn.RMSNorm) -> Tensor:
         """heads [tokens, heads, d], which are this tensor-parallel rank's, normed in their dtype."""
-        return F.rms_norm(heads, norm.normalized_shape, self._to_heads(norm.weight).to(heads.dtype), norm.eps)
+        return F.rms_norm(heads, norm.normalized_shape, self._to_heads(norm.weight.to(heads.dtype)), norm.eps)
 
 
 def transformer_config(draft: DraftConfig, tensor_parallel: int, dtype: torch.dtype) -> TransformerConfig:

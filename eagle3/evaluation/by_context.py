@@ -14,7 +14,7 @@ from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.drafter import FULL, Window
 from eagle3.evaluation.speculative import CountedConversation, SpeculativeResult
 from eagle3.planning.costs import Timing
-from eagle3.planning.payoff import PayOff
+from eagle3.planning.payoff import ESTIMATED, PayOff
 from eagle3.planning.policy import policy, schedule, serving_lines
 
 CONFIDENCE = 0.95
@@ -88,6 +88,7 @@ class ContextJudgement:
     pay_offs: Sequence[PayOff] = field(default=(), compare=False)  # by measured costs and by estimated ones
     best: Sequence[BestRate] = field(default=(), compare=False)  # if it was decoded so, too
     other_windows: Sequence["ContextJudgement"] = ()  # the same draft and prompts, with other windows
+    refusal: str = ""  # why SGLang does not serve the draft; empty if it does
 
     @property
     def shares(self) -> dict[int, list[float]]:
@@ -115,6 +116,11 @@ class ContextJudgement:
         return cls(measured, left_out, engine, version(engine), decoding, **others)
 
     @property
+    def estimate(self) -> PayOff | None:
+        """The pay-off by a data sheet, which knows batches."""
+        return next((each for each in self.pay_offs if each.source.startswith(ESTIMATED)), None)
+
+    @property
     def lossless(self) -> bool | None:
         """Whether every output equals plain decoding, ties aside; None if they were not compared."""
         judged = [each for judgement in (self, *self.other_windows) for each in judgement.contexts]
@@ -133,7 +139,7 @@ class ContextJudgement:
             "contexts": [each.as_dict() for each in self.contexts],
             "left_out": self.left_out,
             "pay_off": [each.as_dict() for each in self.pay_offs],
-            "draft_tokens_from_batch": schedule(policy(self.pay_offs[-1].cells)) if self.pay_offs else None,
+            "draft_tokens_from_batch": self.estimate and schedule(policy(self.estimate.cells)),
             "best": [each._asdict() for each in self.best],
             "other_windows": [each.as_dict() for each in self.other_windows],
         }
@@ -165,8 +171,7 @@ class ContextJudgement:
             "accepted by draft position",
             *aligned([["context", *(f"{place + 1}" for place in range(self.decoding.draft_tokens))], *shares]),
             *(line for each in self.pay_offs for line in each.lines()),
-            # of the estimate, which knows batches, if there is one
-            *(serving_lines(self.pay_offs[-1], self.window.window) if self.pay_offs else []),
+            *(serving_lines(self.estimate, self.window.window, self.refusal) if self.estimate else []),
             *(self._best_lines() if self.best else []),
             *(line for each in self.other_windows for line in each.lines()),
         ]

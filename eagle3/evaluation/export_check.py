@@ -9,9 +9,9 @@ from pathlib import Path
 from eagle3.draft.config import read_draft_config
 from eagle3.draft.interchange import CONFIG
 from eagle3.errors import UserError
-from eagle3.targets.sglang.draft_check import require_known
 from eagle3.targets.sglang.installed import INSTALL, is_installed, require_supported
 from eagle3.targets.sglang.server import without_launcher
+from eagle3.targets.sglang.version import why_not_served
 
 CHECK_SECONDS = 600.0
 
@@ -26,9 +26,9 @@ class NotInstalled(NotChecked):
 
 def check_export(folder: Path) -> str:
     """Have SGLang check the export in `folder`. Returns its verdict as one line. Raises UserError if SGLang would not
-    serve the draft correctly, NotServed if no export of such a draft can help, and NotChecked if SGLang cannot be
-    asked."""
-    require_known(read_draft_config(folder / CONFIG), folder)
+    serve the draft correctly, and NotChecked if it cannot be asked, or does not serve such drafts at all."""
+    if why := why_not_served(read_draft_config(folder / CONFIG)):
+        raise NotChecked(f"{folder}: not checked: {why}; serve it with vLLM, or train a draft without it")
     if not is_installed():
         raise NotInstalled(
             f"{folder}: not checked: SGLang is not installed; {INSTALL}, or run launchers/evaluate.py --check where "

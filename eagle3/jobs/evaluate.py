@@ -40,7 +40,7 @@ from eagle3.recipe.schema import Recipe
 from eagle3.sealed import sealed
 from eagle3.targets.facts import read_facts, require_no_state
 from eagle3.targets.sglang.draft_check import require_known
-from eagle3.targets.sglang.version import require_captured
+from eagle3.targets.sglang.version import require_captured, why_not_served
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import DraftVocabulary
 
@@ -219,7 +219,7 @@ def with_pay_offs(
         pay_offs.append(estimated_pay_off(judgement.shares, known, replace(draft, window=window), gpu))
     except UserError as error:  # what was judged must not be lost
         console.warn(f"no speed-up is estimated for {gpu}: {error}")
-    return replace(judgement, pay_offs=pay_offs)
+    return replace(judgement, pay_offs=pay_offs, refusal=why_not_served(draft))
 
 
 def estimated_pay_off(

@@ -39,7 +39,6 @@ from eagle3.recipe.loading import dump_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.loader import StreamLoader
 from eagle3.targets.logits import TargetHead
-from eagle3.targets.sglang.draft_check import NotServed
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import save_vocabulary
 from eagle3.training.checkpoint import Checkpoints, written_otherwise
@@ -374,5 +373,5 @@ def _check(exported: Path, console: Console) -> None:
         console(f"export check: {message}")
     except NotInstalled:
         console("export check: not made, because SGLang is not installed (launchers/evaluate.py --check makes it)")
-    except (NotChecked, NotServed) as reason:
+    except NotChecked as reason:
         console.warn(str(reason))

@@ -97,9 +97,13 @@ class Teacher:
         self, change: Callable[[Tensor], Tensor], change_rows: Callable[[Tensor], Tensor | StreamedRows]
     ) -> "Teacher":
         """Applies `change_rows` to `last`, and `change` to what else belongs to the rows."""
-        others = {name: getattr(self, name) for name in ("best", "logsumexp", "written")}
-        changed = {name: change(tensor) for name, tensor in others.items() if tensor is not None}
-        return replace(self, last=change_rows(self.last), **changed)
+        return replace(
+            self,
+            last=change_rows(self.last),
+            best=change(self.best),
+            logsumexp=change(self.logsumexp),
+            written=None if self.written is None else change(self.written),
+        )
 
     def logits(self, block: slice, dtype: torch.dtype, kernel: LossKernel = PLAIN) -> Tensor:
         """Logits [m, Vd/tp] in `dtype` (fp32 or wider) that the caller may overwrite."""
@@ -211,7 +215,7 @@ class _Distill(torch.autograd.Function):
         gradients = _Gradients(outputs, head, norm, kernel) if recorded and any(ctx.needs_input_grad) else None
         follows = gradients is None and teacher.written is not None
         terms = torch.empty(2, *query_of.shape, dtype=exact, device=head.device)  # cross-entropies, acceptance rates
-        ratios = torch.zeros_like(terms[0])  # log(p / f) of the text's token, on the rank that has it
+        ratios = torch.zeros_like(terms[0]) if follows else None  # log(p / f) of the text's token, on its rank
         columns = teacher.written - group.rank() * len(head) if follows else None
         supervised = query_of >= 0
         counted, slots = supervised & (teacher.best >= 0), query_of.clamp(min=0)
@@ -245,7 +249,8 @@ class _Distill(torch.autograd.Function):
             del softmaxes, d_logits, hidden, selected, normed  # free them before the next block allocates its own
         if group.size() > 1 and len(teacher.best):
             dist.all_reduce(best, dist.ReduceOp.MIN, group)
-            for partial in (terms, *([ratios] if gradients is None else [*gradients.outputs, *gradients.norm])):
+            of_gradients = [] if gradients is None else [*gradients.outputs, *gradients.norm]
+            for partial in (terms, *of_gradients, *([ratios] if follows else [])):
                 dist.all_reduce(partial, group=group)
         sums = torch.where(counted, terms if shares is None else terms * shares, 0).sum(-1, dtype=torch.float64)
         correct = supervised & (best == teacher.best)

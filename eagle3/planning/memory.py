@@ -132,7 +132,7 @@ class _Rank:
                 "projections": planned.weights.project * planned.itemsize,  # the weights of q, k and v as one
                 "teacher head": 0 if logits else planned.columns * draft.target_hidden_size * planned.itemsize,
                 "hidden states": aux * draft.aux_width * planned.itemsize + last * planned.teacher_bytes,
-                "indices": INDEX * index + share.teacher * (9 * steps + INDEX + planned.exact),
+                "indices": INDEX * index + share.teacher * (9 * steps + 2 * INDEX + planned.exact),
                 "keys": 2 * share.keys * planned.shared_width * copies * planned.itemsize,
             }
         )

@@ -26,6 +26,7 @@ class Tier(NamedTuple):
     drafts: int  # the number of draft tokens with the highest mean speed-up over all contexts
     speed_up: float  # that mean
     paying: list[Range]  # the contexts at which this number pays
+    longest: int  # the longest context after which memory holds such a batch
 
     @property
     def pays(self) -> bool:
@@ -37,18 +38,15 @@ def policy(cells: Sequence[Cell]) -> list[Tier]:
     tiers: dict[int, Tier] = {}
     for batch, drafts in sorted({(cell.batch, cell.drafts) for cell in cells}):
         its = [cell for cell in cells if (cell.batch, cell.drafts) == (batch, drafts)]
-        tier = Tier(batch, drafts, fmean(cell.speed_up for cell in its), paying_ranges(its))
+        tier = Tier(batch, drafts, fmean(cell.speed_up for cell in its), paying_ranges(its), its[-1].context)
         tiers[batch] = max(tiers.get(batch, tier), tier, key=lambda each: each.speed_up)
     return [*tiers.values()]
 
 
 def schedule(tiers: Sequence[Tier]) -> dict[int, int]:
-    """From which batches on there is another number of draft tokens, and which: 0 where drafting does not pay. If it
-    pays for no batch, the first tier's number, since a server with a draft drafts."""
-    drafts = {tier.batch: tier.drafts if tier.pays else 0 for tier in tiers}
-    before = [None, *drafts.values()]
-    changes = {batch: its for (batch, its), last in zip(drafts.items(), before, strict=False) if its != last}
-    return changes if any(changes.values()) else {1: tiers[0].drafts}
+    """From which batches on there is another number of draft tokens, and which: 0 where drafting does not pay."""
+    drafts = [(0, None), *((tier.batch, tier.drafts if tier.pays else 0) for tier in tiers)]
+    return {batch: its for (_, before), (batch, its) in pairwise(drafts) if its != before}
 
 
 def vllm_flags(draft: str, drafts: Mapping[int, int]) -> list[str]:
@@ -61,40 +59,40 @@ def vllm_flags(draft: str, drafts: Mapping[int, int]) -> list[str]:
     return ["--speculative-config", json.dumps(config)]
 
 
-def sglang_flags(draft: str, drafts: Mapping[int, int], window: int | None) -> list[str]:
-    """SGLang's flags for a schedule, which with several numbers need the file of `sglang_file` in ADAPTIVE. window:
-    as for speculative_flags."""
-    most = max(drafts.values())
-    adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", ADAPTIVE] if len(drafts) > 1 else []
-    return [*speculative_flags(draft, most, 1, most + 1, window), *adaptive]
-
-
-def sglang_file(drafts: Mapping[int, int]) -> str:
-    return json.dumps({str(batch): {"candidate_steps": [its]} for batch, its in drafts.items()})
+def sglang_flags(draft: str, drafts: Mapping[int, int], window: int | None) -> tuple[list[str], str]:
+    """SGLang's flags for a schedule, and the content of the file ADAPTIVE that they name; empty if they name none.
+    window: as for speculative_flags."""
+    most, slots = max(drafts.values()), {str(batch): {"candidate_steps": [its]} for batch, its in drafts.items()}
+    adaptive = ["--speculative-adaptive", "--speculative-adaptive-config", ADAPTIVE] if len(slots) > 1 else []
+    return [*speculative_flags(draft, most, 1, most + 1, window), *adaptive], json.dumps(slots) if adaptive else ""
 
 
 def tier_table(tiers: Sequence[Tier]) -> tuple[list[str], list[list[str]]]:
     """The head of a table, and a row for each tier."""
     upper = [f" to {after.batch - 1}" if after.batch > tier.batch + 1 else "" for tier, after in pairwise(tiers)]
+    longest = max(tier.longest for tier in tiers)
     return ["batch", "draft tokens", "mean speed-up", "pays"], [
         [
             f"{tier.batch}{end}",
             str(tier.drafts) if tier.pays else "none",
             f"{tier.speed_up:.2f}" + ("" if tier.pays else f" with {tier.drafts}"),
-            " and ".join(map(str, tier.paying)) or "nowhere",
+            (" and ".join(map(str, tier.paying)) or "nowhere")
+            + (f" (of up to {tier.longest:,} tokens, which fit)" if tier.longest < longest else ""),
         ]
         for tier, end in zip(tiers, [*upper, " and more"], strict=True)
     ]
 
 
-def serving_lines(pay_off: PayOff, window: int | None) -> list[str]:
-    """What an operator needs: the table, and flags for both engines with DRAFT for the draft's folder."""
+def serving_lines(pay_off: PayOff, window: int | None, refusal: str) -> list[str]:
+    """What an operator needs: the table, and flags for both engines with DRAFT for the draft's folder. refusal: why
+    SGLang does not serve the draft; empty if it does."""
     tiers = policy(pay_off.cells)
     drafts, (head, rows) = schedule(tiers), tier_table(tiers)
+    sglang, file = sglang_flags("DRAFT", drafts, window)
     flags = [
         f"vLLM: {shlex.join(vllm_flags('DRAFT', drafts))}",
-        f"SGLang: {shlex.join(sglang_flags('DRAFT', drafts, window))}",
-        *([f"{ADAPTIVE}: {sglang_file(drafts)}"] if len(drafts) > 1 else []),
+        f"SGLang: {refusal or shlex.join(sglang)}",
+        *([f"{ADAPTIVE}: {file}"] if file and not refusal else []),
     ]
     return [
         f"draft tokens by batch, one number for all these contexts, {pay_off.source}",

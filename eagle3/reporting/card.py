@@ -8,10 +8,11 @@ import jinja2
 from huggingface_hub import ModelCardData
 
 from eagle3.console import counted
+from eagle3.draft.config import DraftConfig
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.planning.payoff import ESTIMATED
-from eagle3.planning.policy import ADAPTIVE, policy, schedule, sglang_file, sglang_flags, tier_table, vllm_flags
+from eagle3.planning.policy import ADAPTIVE, policy, schedule, sglang_flags, tier_table, vllm_flags
 from eagle3.reporting.markdown import (
     Markdown,
     Table,
@@ -33,13 +34,13 @@ from eagle3.reporting.record import (
     read_run,
     rule,
     set_rows,
-    simulated_positions,
     source_name,
     target_name,
     tree,
     window_in_words,
     windows_judged,
 )
+from eagle3.targets.sglang.version import why_not_served
 
 TEMPLATE = Path(__file__).with_name("card.md")
 VERSIONS = ("eagle3-recipes", "torch", "deepspeed", "megatron-core", "transformers")
@@ -193,10 +194,9 @@ def _lossless(result: Record) -> str:
 def _held_out(run: RunRecord) -> str | None:
     if not (best := run.exported):
         return None
-    positions = " ".join(map(number, simulated_positions(run)))
     return (
-        f"acceptance length {best['acceptance_length']:.2f} (greedy, from hidden states; by position {positions}) at "
-        f"step {best['step']:,}, whose weights these are"
+        f"acceptance length {best['acceptance_length']:.2f} (greedy, from hidden states) at step {best['step']:,}, "
+        "whose weights these are"
     )
 
 
@@ -231,21 +231,23 @@ def _serving(run: RunRecord, target: str) -> dict[str, Any]:
     own = [judged for judged in windows_judged(run.by_context) if not window_in_words(judged)]
     known = [pay_off for judged in own for pay_off in pay_offs(judged) if pay_off.source.startswith(ESTIMATED)]
     tiers = policy(known[0].cells) if known else []
-    drafts = schedule(tiers) if known else {1: run.key("evaluation.draft_tokens") or 4}
+    pays, refusal = any(tier.pays for tier in tiers), why_not_served(DraftConfig.from_json(draft, "config.json"))
+    drafts = schedule(tiers) if pays else {1: tiers[0].drafts if tiers else run.key("evaluation.draft_tokens") or 4}
     window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
+    sglang, file = sglang_flags("DRAFT", drafts, window)
     launch, serve = ["python", "-m", "sglang.launch_server", "--model-path"], ["vllm", "serve"]
     code = ["--trust-remote-code"] if run.key("model.trust_remote_code") else []
     return {
-        "sglang": fenced_command(
-            [*launch, target, *code, *sglang_flags("DRAFT", drafts, window), "--context-length", str(context)]
-        ),
+        "sglang": Markdown(f"{refusal}.")
+        if refusal
+        else fenced_command([*launch, target, *code, *sglang, "--context-length", str(context)]),
         "vllm": fenced_command([*serve, target, *code, *vllm_flags("DRAFT", drafts), "--max-model-len", str(context)]),
-        "adaptive": len(drafts) > 1 and Markdown(f"`{ADAPTIVE}` holds `{sglang_file(drafts)}`."),
+        "adaptive": file and not refusal and Markdown(f"`{ADAPTIVE}` holds `{file}`."),
         "window": f"{window:,}" if window else None,
         "context": f"{context:,}",
         "policy": known and Markdown(Table("", *tier_table(tiers)).markdown()),
         "estimate": known and known[0].source,
-        "pays": any(tier.pays for tier in tiers),
+        "pays": pays,
     }
 
 

@@ -41,7 +41,6 @@ from eagle3.reporting.record import (
     measured_curve,
     pay_offs,
     rule,
-    simulated_positions,
     tokens_label,
 )
 
@@ -54,8 +53,7 @@ ABOUT_RATE = (
 )
 ABOUT_POSITIONS = (
     "Share of the verifications that accepted a draft and all before it. Their sum is the number of accepted drafts "
-    "per verification. Simulated: over held-out samples as they are written; real: in the target's own continuations "
-    "of fewer conversations."
+    "per verification."
 )
 
 
@@ -158,26 +156,17 @@ def _of_steps(
 
 
 def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
-    series = [
-        Series(label, np.arange(1, len(shares) + 1), np.array(shares), colour, look, dotted=True)
-        for label, shares, colour, look in (
-            ("simulated from held-out hidden states, greedy", simulated_positions(run), BLUE, "line"),
-            (
-                f"real speculative decoding, {rule(run.evaluation)}",
-                run.evaluation.get("position_acceptance"),
-                VERMILLION,
-                "dashed",
-            ),
-        )
-        if shares
-    ]
-    if not series:
+    if not (shares := run.evaluation.get("position_acceptance")):
         return None
-    values = "; ".join(f"{each.label} {', '.join(f'{share:.2f}' for share in each.y)}" for each in series)
-    places = range(1, 1 + max(len(each.y) for each in series))
-    axis = Axis("draft position", 0.8, places[-1] + 0.2, FixedLocator(places), "{:.0f}".format)
-    alt = f"{title}, from the first: {values}."
-    return Plot(name, title, ABOUT_POSITIONS, alt, axis, share_axis("of verifications"), series)
+    places = np.arange(1, len(shares) + 1)
+    series = Series(f"decoding, {rule(run.evaluation)}", places, np.array(shares), BLUE, dotted=True)
+    return Plot(
+        *(name, title, ABOUT_POSITIONS),
+        f"{title}, from the first: {', '.join(f'{share:.2f}' for share in shares)}.",
+        Axis("draft position", 0.8, places[-1] + 0.2, FixedLocator(places), "{:.0f}".format),
+        share_axis("of verifications"),
+        [series],
+    )
 
 
 def curve_series(label: str, curve: Curve, colour: str, look: str = "line") -> Series:

@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 
 from eagle3.console import counted, duration, memory_size
+from eagle3.planning.payoff import ESTIMATED
 from eagle3.planning.policy import policy, tier_table
 from eagle3.reporting.advice import advise
 from eagle3.reporting.charts import Absent
@@ -174,7 +175,8 @@ def _pay_off_tables(run: RunRecord) -> list[Table]:
             *tier_table(policy(pay_off.cells)),
         )
         for judged in windows_judged(run.by_context)
-        for pay_off in pay_offs(judged)[-1:]
+        for pay_off in pay_offs(judged)
+        if pay_off.source.startswith(ESTIMATED)
     ]
 
 

@@ -213,7 +213,10 @@ def drawn(plot: Plot, width: float = WIDTH, title: str | None = None) -> Figure:
         its_ticks.set_major_formatter(lambda value, _, name=axis.tick_name: name(value))
     axes.minorticks_off()
     groups = [list(members) for _, members in itertools.groupby(plot.series, key=lambda series: series.group)]
-    looks = [(_label(plot, series), _look(series, place)) for place, series in enumerate(groups[0])]
+    looks = [
+        (f"{its.label} {plot.y.tell(float(its.y[0]))}" if its.look == "rule" else its.label, _look(its, place))
+        for place, its in enumerate(groups[0])
+    ]
     # the other groups use the colours of the first
     looks += [(others[0].group, _look(others[0]) | {"color": GREY}) for others in groups[1:]]
     entries = [Line2D([], [], label=label, **look) for label, look in looks]
@@ -225,10 +228,6 @@ def drawn(plot: Plot, width: float = WIDTH, title: str | None = None) -> Figure:
     # below the axes, where it hides no data
     figure.legend(handles=entries, loc="outside lower center", ncols=columns, handlelength=1.5, columnspacing=1.1)
     return figure
-
-
-def _label(plot: Plot, series: Series) -> str:
-    return f"{series.label} {plot.y.tell(float(series.y[0]))}" if series.look == "rule" else series.label
 
 
 def _look(series: Series, place: int = 0) -> dict:

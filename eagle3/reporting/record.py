@@ -287,12 +287,6 @@ def estimated_curve(run: RunRecord) -> Curve | None:
     return Curve(contexts, np.where(known, lengths, np.nan), np.full((len(contexts), 2), np.nan))
 
 
-def simulated_positions(run: RunRecord) -> list[float]:
-    """For each i, the share of verifications that would accept all of the drafts 0..i, according to the exported
-    draft's held-out accuracies."""
-    return np.cumprod(columns([run.exported], "accuracy")[0]).tolist()
-
-
 def rule(result: Record) -> str:
     """How tokens were chosen (greedily or by sampling), according to an evaluation.json or by_context.json."""
     return f"at temperature {result['temperature']:g}" if result.get("temperature") else "greedy"

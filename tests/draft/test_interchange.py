@@ -189,7 +189,7 @@ def test_config_json_says_what_serving_engines_read(tmp_path, topology):
     folder = _export(tmp_path, _draft(topology, 6, **changes), torch.bfloat16)
     values = json.loads((folder / "config.json").read_text())
     assert values["architectures"] == ["LlamaForCausalLMEagle3"] and values["num_hidden_layers"] == 1
-    assert {name: values[name] for name in SIZES} == SIZES | {"max_position_embeddings": 4 * 32}  # YaRN's
+    assert {name: values[name] for name in SIZES} == SIZES
     assert values["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 4, 8]
     assert values["eagle_aux_hidden_state_layer_ids"] == [2, 5, 9]  # vLLM's count, see test_vllm.py
     assert values["eagle_config"]["use_aux_hidden_state"] is True

@@ -129,5 +129,7 @@ def test_what_a_draft_has_beyond_eagle3_is_named(tmp_path, topology):
         return values
 
     read = read_exported(rewritten(_export(tmp_path / "draft", _draft(topology, 7)), with_query_norm))
-    with pytest.raises(UserError, match="midlayer.self_attn.q_norm.weight is not a weight of an EAGLE3 draft"):
+    with pytest.raises(
+        UserError, match='midlayer.self_attn.q_norm.weight is in its weights.*"model_type": "qwen3"; write it there'
+    ):
         load_weights(_draft(topology, 7), read, topology.tensor)

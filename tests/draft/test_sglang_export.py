@@ -24,7 +24,6 @@ from eagle3.errors import UserError
 from eagle3.evaluation.export_check import NotChecked, check_export
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import load_recipe
-from eagle3.targets.sglang.draft_check import NotServed
 
 pytestmark = pytest.mark.sglang
 
@@ -141,7 +140,7 @@ def test_a_draft_of_five_layers_and_the_whole_vocabulary_is_taken_whole(verdicts
 
 @pytest.mark.parametrize("changes", [{"aux_layers": (2,)}, {"qk_norm": True}, {"attention_bias": True}], ids=str)
 def test_what_sglang_would_compute_otherwise_is_said_before_it_is_asked(topology, tmp_path, changes):
-    with pytest.raises(NotServed, match="SGLang does not know .*; serve it with vLLM"):
+    with pytest.raises(NotChecked, match="SGLang does not know .*; serve it with vLLM"):
         check_export(export(tmp_path / "draft", topology, **changes))
 
 

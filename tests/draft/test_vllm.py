@@ -127,11 +127,14 @@ def test_vllms_own_function_serves_the_whole_context_of_a_yarn_draft(vllm, tmp_p
     assert longest(config, known, max_model_len=256, **asked) == 256 == draft.max_position_embeddings
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("window", [None, 5])
-def test_vllms_own_functions_give_an_export_the_window_that_it_was_trained_with(vllm, tmp_path, target, window):
+def test_vllms_own_functions_give_an_export_the_window_that_it_was_trained_with(
+    vllm, tmp_path, target, window, qk_norm
+):
     """From config.json through the attention of vLLM's draft layer to the window that flash attention is asked for: W
     keys, counting a query's own. Layers stand in for vLLM's, and kernels are not run."""
-    draft = derive_draft(target.config, draft_vocab_size=30, aux_layers=CHOICES[0], window=window)
+    draft = derive_draft(target.config, draft_vocab_size=30, aux_layers=CHOICES[0], window=window, qk_norm=qk_norm)
     (tmp_path / "config.json").write_text(json.dumps(draft.to_json("float32")))
     config = AutoConfig.from_pretrained(tmp_path)
     config.target_layer_count = LAYERS  # as vLLM numbers a draft's layers

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from eagle3.planning.payoff import Cell, PayOff
-from eagle3.planning.policy import policy, schedule, serving_lines, sglang_file, sglang_flags, vllm_flags
+from eagle3.planning.policy import policy, schedule, serving_lines, sglang_flags, vllm_flags
 from eagle3.targets.sglang.version import speculative_flags
 
 # Speed-ups by context, for batches of 1, 4, 16 and 64 and for one and two draft tokens.
@@ -38,9 +38,21 @@ def test_a_batch_gets_the_number_with_the_highest_mean_over_contexts_and_none_wh
 
 def test_a_draft_that_pays_for_no_batch_is_advised_against():
     lossy = [cell._replace(break_even=9.0) for cell in CELLS]
-    *_, last = serving_lines(PayOff("by hand", lossy), None)
+    *_, last = serving_lines(PayOff("by hand", lossy), None, "")
     assert last == "serve the target without the draft"
-    assert schedule(policy(lossy)) == {1: 2}  # for a card's commands, which then say the same
+    assert schedule(policy(lossy)) == {1: 0}
+
+
+def test_a_batch_that_fits_only_after_short_contexts_says_so():
+    pays = PayOff("by hand", [cell for cell in CELLS if (cell.batch, cell.context) != (16, 4096)])
+    lines = serving_lines(pays, None, "")
+    assert any("at all judged contexts (of up to 1,024 tokens, which fit)" in line for line in lines)
+    assert sum("which fit" in line for line in lines) == 1
+
+
+def test_a_draft_that_sglang_does_not_serve_gets_no_flags_for_it():
+    lines = serving_lines(PayOff("by hand", CELLS), None, "SGLang does not know qk_norm")
+    assert lines[-2].startswith("vLLM: ") and lines[-1] == "SGLang: SGLang does not know qk_norm"
 
 
 def test_one_number_for_all_batches_needs_no_schedule():
@@ -49,14 +61,14 @@ def test_one_number_for_all_batches_needs_no_schedule():
         "model": "DRAFT",
         "num_speculative_tokens": 3,
     }
-    assert sglang_flags("DRAFT", {1: 3}, 64) == speculative_flags("DRAFT", 3, 1, 4, 64)
+    assert sglang_flags("DRAFT", {1: 3}, 64) == (speculative_flags("DRAFT", 3, 1, 4, 64), "")
 
 
 @pytest.mark.sglang
 def test_sglangs_own_class_reads_the_draft_tokens_by_batch(tmp_path):
     from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
 
-    (tmp_path / "adaptive.json").write_text(sglang_file(SCHEDULE))
+    (tmp_path / "adaptive.json").write_text(sglang_flags("DRAFT", SCHEDULE, None)[1])
     own = AdaptiveSpeculativeParams(initial_steps=2, cfg_path=str(tmp_path / "adaptive.json"))
     assert own.candidate_steps == [0, 1, 2]
     for batch, drafts in ((1, 2), (15, 2), (16, 1), (63, 1), (64, 0), (500, 0)):

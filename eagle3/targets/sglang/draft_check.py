@@ -20,7 +20,7 @@ from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError, run_command
 from eagle3.targets.sglang.installed import require_supported
-from eagle3.targets.sglang.version import DRAFT_CLASS
+from eagle3.targets.sglang.version import DRAFT_CLASS, why_not_served
 
 REMEDY = "export the draft again (train.py --resume does so from the checkpoints of a run)"
 EMBEDDING = "embed_tokens.weight"  # if the export lacks it, serving uses the target's
@@ -32,6 +32,7 @@ def main() -> None:
         raise UserError("draft_check: name one folder with config.json and model.safetensors")
     require_supported(version("sglang"), "this environment")
     folder = Path(sys.argv[1])
+    require_known(read_draft_config(folder / "config.json"), folder)
     start_runtime(folder)
     print(check_draft(folder), flush=True)
 
@@ -56,20 +57,10 @@ def check_draft(folder: Path) -> str:
     return f"SGLang {version('sglang')} takes all {len(tensors)} tensors{note}, with the embedding {embedding}"
 
 
-class NotServed(UserError):
-    """SGLang would compute something else than the draft, silently."""
-
-
 def require_known(config: DraftConfig, folder: Path) -> None:
-    """Raises NotServed if SGLang 0.5.23 would compute something else than this draft. It takes states as wide as the
-    draft for the draft's own (srt/models/llama_eagle3.py, LlamaModel.forward)."""
-    unknown = [name for name in ("norm_before_residual", "qk_norm", "attention_bias") if getattr(config, name)]
-    unknown += ["a draft that reads a single layer, as wide as itself"] * (config.aux_width == config.hidden_size)
-    if unknown:
-        raise NotServed(
-            f"{folder}: SGLang does not know {unknown[0]}, and would silently compute something else; "
-            "serve it with vLLM, and judge it with --engine transformers"
-        )
+    """Raises UserError if SGLang would compute something else than this draft."""
+    if why := why_not_served(config):
+        raise UserError(f"{folder}: {why}; judge it with --engine transformers")
 
 
 def start_runtime(folder: Path) -> None:

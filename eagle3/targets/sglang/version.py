@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from eagle3.console import Warned
+from eagle3.draft.config import DraftConfig
 from eagle3.errors import SharedUserError
 from eagle3.targets.logits import LogitTransform
 from eagle3.targets.sglang.asking import ModelInfo, ServerInfo
@@ -265,6 +266,16 @@ CPU_ATTENTION = ("--prefill-attention-backend", "intel_amx", "--decode-attention
 # core from another server while it has nothing to do.
 DECODING_FLAGS = ("--skip-tokenizer-init", "--disable-radix-cache", "--sleep-on-idle")
 CONTEXT_RESERVE = 6  # tokens of the context that no request can use (SGLang's tp_worker.py, get_worker_info)
+
+
+def why_not_served(config: DraftConfig) -> str:
+    """Why SGLang 0.5.23 would compute something else than this draft; empty if it would not. It takes states as wide as
+    the draft for the draft's own (srt/models/llama_eagle3.py, LlamaModel.forward)."""
+    unknown = [
+        *(name for name in ("norm_before_residual", "qk_norm", "attention_bias") if getattr(config, name)),
+        *["auxiliary states as wide as the draft"][config.aux_width != config.hidden_size :],
+    ]
+    return f"SGLang does not know {unknown[0]}, and would silently compute something else" if unknown else ""
 
 
 def speculative_flags(draft: str, steps: int, topk: int, tree_tokens: int, window: int | None = None) -> list[str]:
