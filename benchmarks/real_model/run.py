@@ -243,7 +243,9 @@ class Run:
         names = [name for name in ("all", "foreign") if name == "all" or name in self.size.drafts]
         files = [path for name in names if (path := self.out / "data" / f"{name}.jsonl").stat().st_size]
         everything = f"data.train=[{','.join(map(str, files))}]"
-        backend = ("target.backend=sglang", "target.memory_fraction=0.3") if self.sglang else ()
+        # one request at a time, as what arrives together is computed together and rounded so
+        sglang = ("target.backend=sglang", "target.memory_fraction=0.3", "target.in_flight=1")
+        backend = sglang if self.sglang else ()
         self.launch(ROOT / "launchers" / "capture.py", *self.keys(everything, *backend), env=self._environment())
         return {"bytes": sum(path.stat().st_size for path in (self.out / "states").rglob("*") if path.is_file())}
 
