@@ -14,7 +14,7 @@ from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.drafter import FULL, Window
 from eagle3.evaluation.speculative import CountedConversation, SpeculativeResult
 from eagle3.planning.costs import Timing
-from eagle3.planning.payoff import ESTIMATED, PayOff
+from eagle3.planning.payoff import PayOff
 from eagle3.planning.policy import policy, schedule, serving_lines
 
 CONFIDENCE = 0.95
@@ -118,7 +118,7 @@ class ContextJudgement:
     @property
     def estimate(self) -> PayOff | None:
         """The pay-off by a data sheet, which knows batches."""
-        return next((each for each in self.pay_offs if each.source.startswith(ESTIMATED)), None)
+        return next((each for each in self.pay_offs if each.is_estimated), None)
 
     @property
     def lossless(self) -> bool | None:

@@ -121,6 +121,10 @@ class PayOff:
     cells: list[Cell]
 
     @property
+    def is_estimated(self) -> bool:
+        return self.source.startswith(ESTIMATED)
+
+    @property
     def longest_chain(self) -> int:
         return max(cell.drafts for cell in self.cells)
 

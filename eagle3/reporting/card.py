@@ -11,7 +11,6 @@ from eagle3.console import counted
 from eagle3.draft.config import DraftConfig
 from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.planning.payoff import ESTIMATED
 from eagle3.planning.policy import ADAPTIVE, policy, schedule, sglang_flags, tier_table, vllm_flags
 from eagle3.reporting.markdown import (
     Markdown,
@@ -229,7 +228,7 @@ def _serving(run: RunRecord, target: str) -> dict[str, Any]:
     draft = run.draft
     # Of the judgement with the window that the draft is served with.
     own = [judged for judged in windows_judged(run.by_context) if not window_in_words(judged)]
-    known = [pay_off for judged in own for pay_off in pay_offs(judged) if pay_off.source.startswith(ESTIMATED)]
+    known = [pay_off for judged in own for pay_off in pay_offs(judged) if pay_off.is_estimated]
     tiers = policy(known[0].cells) if known else []
     pays, refusal = any(tier.pays for tier in tiers), why_not_served(DraftConfig.from_json(draft, "config.json"))
     drafts = schedule(tiers) if pays else {1: tiers[0].drafts if tiers else run.key("evaluation.draft_tokens") or 4}

@@ -223,7 +223,7 @@ def _pay_off(run: RunRecord, name: str, _: str) -> Plot | None:
     """A line for each batch, with the best number of draft tokens at each context."""
     series, sources = [], []
     for pay_off in pay_offs(run.by_context):
-        estimated, best = pay_off.source.startswith(ESTIMATED), best_cells(pay_off.cells)
+        estimated, best = pay_off.is_estimated, best_cells(pay_off.cells)
         batches = sorted({cell.batch for cell in best})
         for batch, colour in zip(batches, shades(len(batches)) if estimated else [VERMILLION], strict=True):
             points = np.array([(cell.context, cell.speed_up) for cell in best if cell.batch == batch]).T

@@ -8,7 +8,6 @@ from typing import Any
 import jinja2
 
 from eagle3.console import counted, duration, memory_size
-from eagle3.planning.payoff import ESTIMATED
 from eagle3.planning.policy import policy, tier_table
 from eagle3.reporting.advice import advise
 from eagle3.reporting.charts import Absent
@@ -20,7 +19,6 @@ from eagle3.reporting.record import (
     all_pay_offs,
     context_rows,
     number,
-    pay_offs,
     rule,
     set_rows,
     short,
@@ -174,9 +172,8 @@ def _pay_off_tables(run: RunRecord) -> list[Table]:
             f"Draft tokens by batch, one number for all these contexts, {pay_off.source}",
             *tier_table(policy(pay_off.cells)),
         )
-        for judged in windows_judged(run.by_context)
-        for pay_off in pay_offs(judged)
-        if pay_off.source.startswith(ESTIMATED)
+        for pay_off in all_pay_offs(run.by_context)
+        if pay_off.is_estimated
     ]
 
 

@@ -273,7 +273,7 @@ def why_not_served(config: DraftConfig) -> str:
     the draft for the draft's own (srt/models/llama_eagle3.py, LlamaModel.forward)."""
     unknown = [
         *(name for name in ("norm_before_residual", "qk_norm", "attention_bias") if getattr(config, name)),
-        *["auxiliary states as wide as the draft"][config.aux_width != config.hidden_size :],
+        *(["auxiliary states as wide as the draft"] if config.aux_width == config.hidden_size else []),
     ]
     return f"SGLang does not know {unknown[0]}, and would silently compute something else" if unknown else ""
 
