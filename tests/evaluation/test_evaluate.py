@@ -390,10 +390,10 @@ def test_export_refuses_at_once(refused, tmp_path):
 def test_without_sglang_nothing_is_checked_or_decoded(refused, tmp_path, target):
     if installed():
         pytest.skip("SGLang is installed")
-    with pytest.raises(NotInstalled, match="not checked: SGLang is not installed;"):
-        check_export(tmp_path)
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
     make_export(tmp_path / "run")
+    with pytest.raises(NotInstalled, match="not checked: SGLang is not installed;"):
+        check_export(tmp_path / "run" / "export")
     message = refused("evaluate.py", "--recipe", recipe, "--engine", "sglang")
     assert "SGLang is not installed: pip install -e" in message and "--engine transformers" in message
 
