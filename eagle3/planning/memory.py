@@ -162,19 +162,23 @@ class _Rank:
         if planned.memory.recompute == "none":
             wide = planned.itemsize * (3 * draft.intermediate_size // tensor + draft.hidden_size)
             total += steps * self.share.queries * (wide + planned.exact * draft.head_dim + self.norm(2, 2, 2))
+            if draft.qk_norm:
+                heads = planned.query_width + planned.key_width
+                total += steps * self.share.queries * self.norm(1, 1, 1, width=heads)
         return total
 
-    def norm(self, states: int, trainable: int, results: int) -> int:
+    def norm(self, states: int, trainable: int, results: int, width: int | None = None) -> int:
         """Bytes per row that norms save for their backward pass, apart from their input. On a CPU a norm is several
         operations, in fp32 or wider.
 
         states: hidden states that are normed.
         trainable: how many of them need a gradient.
         results: how many of the outputs are saved.
+        width: of a state; default: the draft's hidden size.
         """
         size, exact = self.planned.itemsize, self.planned.exact
         widened = (states if size == exact else states + trainable) if self.planned.device == "cpu" else 0
-        return self.planned.draft.hidden_size * (results * size + exact * widened)
+        return (width or self.planned.draft.hidden_size) * (results * size + exact * widened)
 
     def distilling(self) -> Bytes:
         """Memory at the end of the forward pass: all steps' outputs, their gradients, and one block of the loss."""

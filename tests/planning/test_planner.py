@@ -38,12 +38,16 @@ def measured(prepared) -> int:
     return bytes_.peak
 
 
-@pytest.mark.parametrize("recompute", ["full", "attention_kept", "none"])
+@pytest.mark.parametrize(
+    ("recompute", "normed"), [("full", False), ("attention_kept", False), ("none", False), ("none", True)]
+)
 @pytest.mark.parametrize("name", STREAMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_planned_peak_is_within_ten_percent_of_the_bytes_of_a_step(topology, dtype, name, recompute):
+def test_planned_peak_is_within_ten_percent_of_the_bytes_of_a_step(topology, dtype, name, recompute, normed):
+    """normed: with norms of queries and keys, and biases"""
     torch.set_num_threads(1)
-    memory, draft = MemoryPlan(recompute, BLOCK), config()
+    memory = MemoryPlan(recompute, BLOCK)
+    draft = dataclasses.replace(config(), qk_norm=normed, attention_bias=normed)
     stream = pack(STREAMS[name], draft.vocab_size)
     prepared = prepare(stream, draft, 5, Layout(), topology, dtype, memory=memory)
     planned = step_bytes(
