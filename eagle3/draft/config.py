@@ -346,7 +346,8 @@ def _plain(values: dict[str, Any], origin: str) -> dict[str, Any]:
     layer = values.get("transformer_layer_config")
     if kind != "eagle3" or not isinstance(layer, dict):
         raise UserError(f"{origin}: describes a draft of type {shown(kind)}, not EAGLE3; name an EAGLE3 draft")
-    return layer | {name: value for name, value in values.items() if value is not None}
+    given = {name: value for name, value in values.items() if value is not None}
+    return {"norm_before_residual": True} | layer | given  # True is vLLM's default for this format
 
 
 def _aux_layers(values: dict[str, Any], eagle: dict[str, Any], origin: str) -> tuple[int, ...] | None:
