@@ -1,0 +1,128 @@
+"""Acceptance from one pass over a target's texts, beside what decoding measures on the same texts: the quickstart's
+draft, with full attention and with a window, greedy and sampled at temperature 1.
+
+    python benchmarks/one_pass.py run OUT                trains, reads and judges what is not there yet (20 minutes)
+    python benchmarks/one_pass.py report OUT             a table from what is there
+    python benchmarks/one_pass.py report OUT --json      the same as one JSON document
+
+The pass is the held-out measurement of a training run that starts from the export and leaves it as it is. The judge
+answers the prompts of the same texts. Greedily, it writes these texts; at temperature 1, it writes others, with every
+seed anew. SGLang decodes greedily, and only where it is installed.
+"""
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from reporting import origin, table
+
+ROOT = Path(__file__).parent.parent
+RECIPE = ROOT / "recipes" / "quickstart.yaml"
+ANSWER = 112  # tokens of the demo target's answers, at most
+TEXTS = 120  # of the 236 held-out questions
+SEEDS = (0, 1)  # of sampling
+ARMS = {"full attention": (), "window 32": ("model.draft.window=32",)}
+ENGINES = ("transformers", "sglang")
+
+
+def run(out: Path) -> None:
+    """Whatever is not done yet. A launcher's result is whole where it exists."""
+    cache = f"data.cache_dir={out / 'cache'}"
+    for arm, keys in ARMS.items():
+        folder = out / arm.replace(" ", "-")
+        export = folder / "run" / "export"
+        if not (export / "config.json").exists():
+            launch("train.py", RECIPE, *keys, cache, f"output.dir={folder / 'run'}", "evaluation.conversations=0")
+        for kind, texts in (("greedy", "demo_answers:held_out"), ("sampled", sampled_texts(out))):
+            same = [
+                *(RECIPE, *keys, cache, f'data.held_out=["{texts}"]', f"evaluation.conversations={TEXTS}"),
+                *(f"data.max_held_out={TEXTS}", f"evaluation.held_out_samples={TEXTS}"),
+                f"evaluation.new_tokens={ANSWER}",
+            ]
+            if not (folder / kind / "export" / "config.json").exists():
+                launch(
+                    *("train.py", *same, f"output.dir={folder / kind}", f"model.draft.init_from={export}"),
+                    *("data.max_samples=8", "training.max_steps=1", "training.learning_rate=1e-30"),
+                    *("evaluation.conversations=0", "output.check_export=false"),
+                )
+            for name, options in judgements(kind).items():
+                if not (result := folder / f"{name}.json").exists():
+                    launch("evaluate.py", *same, "--draft", export, "--out", result, *options)
+
+
+def sampled_texts(out: Path) -> Path:
+    """The demo target's answers at temperature 1 to the held-out questions, written once."""
+    file, (target,) = out / "sampled.jsonl", (out / "cache").glob("demo-target-*")
+    if not file.exists():
+        launch(
+            *("regenerate.py", "--target", target, "--data", target / "held_out_answers.jsonl", "--out", file),
+            *("--temperature", 1, "--top-p", 1, "--max-tokens", ANSWER, "--truncated", "keep", "--seed", 0),
+        )
+    return file
+
+
+def judgements(kind: str) -> dict[str, tuple[str, ...]]:
+    """Options of evaluate.py, by the result's name."""
+    if kind == "sampled":
+        return {f"judge-sampled-{seed}": ("--temperature", "1", "--seed", str(seed)) for seed in SEEDS}
+    engines = [engine for engine in ENGINES if importlib.util.find_spec(engine)]
+    return {f"judge-greedy-{engine}": ("--engine", engine) for engine in engines}
+
+
+def launch(script: str, *words: Any) -> None:
+    subprocess.run([sys.executable, str(ROOT / "launchers" / script), *map(str, words)], cwd=ROOT, check=True)
+
+
+def results(out: Path) -> list[dict[str, Any]]:
+    """By draft and kind of text: what the pass says, and what was decoded."""
+    rows = []
+    for arm in ARMS:
+        folder = out / arm.replace(" ", "-")
+        for kind, key in (("greedy", "acceptance_length"), ("sampled", "acceptance_length_sampled")):
+            if not (metrics := folder / kind / "metrics.jsonl").exists():
+                continue
+            lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+            judged = {name: folder / f"{name}.json" for name in judgements(kind)}
+            rows.append(
+                {
+                    "draft": arm,
+                    "texts": kind,
+                    "one_pass": [line[key] for line in lines if line["kind"] == "held_out"][-1],
+                    "judged": {
+                        name: json.loads(file.read_text(encoding="utf-8"))["acceptance_length"]
+                        for name, file in judged.items()
+                        if file.exists()
+                    },
+                }
+            )
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("run", "report"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--json", action="store_true", help="report: print one JSON document")
+    options = parser.parse_args()
+    if options.what == "run":
+        run(options.out.resolve())
+        return 0
+    document = origin() | {"measured": results(options.out)}
+    rows = [
+        [
+            *(each["draft"], each["texts"], f"{each['one_pass']:.3f}"),
+            ", ".join(f"{name.removeprefix('judge-')} {value:.3f}" for name, value in each["judged"].items()),
+        ]
+        for each in document["measured"]
+    ]
+    head = ["draft", "texts", "one pass", "decoded"]
+    print(json.dumps(document) if options.json else table("Acceptance lengths.", head, rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
