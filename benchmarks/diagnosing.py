@@ -116,15 +116,16 @@ class Known(NamedTuple):
 def know(folder: Path, target: str) -> Known:
     recipe, *keys = recipe_of(folder, target, "plain")
     topology, say = start_distributed(), lambda line: None
-    inputs = gather_inputs(find_target(load_recipe(recipe, keys), topology.device, say, make=False), say, judging=True)
-    model = load_target(inputs.target, aux_layers=inputs.aux_layers)
-    keep = layers_to_keep(inputs.aux_layers, len(model.layers))
+    known = find_target(load_recipe(recipe, keys), topology.device, say, make=False)
+    inputs = gather_inputs(known, say, judging=True)
+    model = load_target(known.target, aux_layers=known.aux_layers)
+    keep = layers_to_keep(known.aux_layers, len(model.layers))
     prompts = choose_prompts(inputs.held_out, PROMPTS, 400)
-    questions = inputs.tokenizer.batch_decode(prompts, skip_special_tokens=True)
+    questions = known.tokenizer.batch_decode(prompts, skip_special_tokens=True)
     answered = [answer(model, prompt) for prompt in prompts]
     texts = [read_text(model, *each, keep) for each in answered]
-    plain = [answer(model, torch.tensor(inputs.tokenizer(question)["input_ids"])) for question in questions]
-    coarse = load_target(inputs.target, aux_layers=inputs.aux_layers)
+    plain = [answer(model, torch.tensor(known.tokenizer(question)["input_ids"])) for question in questions]
+    coarse = load_target(known.target, aux_layers=known.aux_layers)
     for parameter in coarse.model.parameters():
         if parameter.dim() == 2:  # to -1, 0 and 1 times a factor for each row, as a quantised target's
             step = parameter.abs().mean(-1, keepdim=True)

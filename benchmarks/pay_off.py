@@ -195,7 +195,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     known = find_target(load_recipe(options.recipe, []), topology.device, say, make=False)
     inputs, exported = gather_inputs(known, say, judging=True), read_exported(options.draft)
-    target = target_of(inputs, exported, topology, say)
+    target = target_of(known, exported, topology, say)
     head = target.head
     draft = draft_of(exported, head, topology.modules_alone, head.embedding.dtype).to(target.device)
     drafter = chain_drafter(target, draft, exported.d2t.to(target.device))

@@ -95,15 +95,15 @@ def work(
     known = find_target(recipe, topology.device, console)
     agreed((lambda: require_fitting_store(known)) if is_known else None)
     job = choose_draft(gather_inputs(known, console), console)
-    job.shape.check_context(int(job.train.lengths.max()))  # the check that training will make, too
+    job.shape.check_context(int(job.inputs.train.lengths.max()))  # the check that training will make, too
     if options.print_server:
         line = agreed(lambda: server_line(job))
         if topology.is_first:
             print(printable(line), flush=True)
         return 0
-    sets, spans = (job.train, job.held_out), spans_of(recipe)
+    sets, spans = (job.inputs.train, job.inputs.held_out), spans_of(recipe)
     if spans:
-        console(spans.describe(job.train, anew=False))
+        console(spans.describe(job.inputs.train, anew=False))
     samples = wanted_samples(map(spans.fixed, sets) if spans else sets)
     if options.verify or options.repair:
         watchdog.at("checking the store")

@@ -76,7 +76,7 @@ def main() -> int:
         raise UserError(
             f"{draft}: exported again while it was being judged, so the result is for a draft that is gone; judge again"
         )
-    write_result(out, judgement_record(kind, result, inputs, draft, texts_of(inputs, files)), console)
+    write_result(out, judgement_record(kind, result, inputs.known, draft, texts_of(inputs, files)), console)
     stop_distributed()
     return 1 if lossless is False else 0
 

@@ -36,12 +36,12 @@ def main() -> int:
         stream_samples(recipe.training.global_batch_size, data, recipe.training.accumulation)
     # Silently, because DeepSpeed logs to stdout that there is no GPU, and --json prints there.
     with slow_imports(quiet=True):
+        from eagle3.jobs.derived import config_of, shape_draft
         from eagle3.jobs.plan import DOES_NOT_FIT, FITS, plan, plan_text, planned_step
-        from eagle3.jobs.prospect import Prospect
 
-    prospect = Prospect.of(recipe)
-    planned = planned_step(prospect, options.gpus, options.deepspeed, packed=options.context is None)
-    report = plan(prospect, planned, options.gpu_memory * 1e9, options.context, options.supervised)
+    draft = shape_draft(recipe, config_of(recipe))
+    planned = planned_step(recipe, draft, options.gpus, options.deepspeed, packed=options.context is None)
+    report = plan(recipe, planned, options.gpu_memory * 1e9, options.context, options.supervised)
     if options.json:
         print(json.dumps(report, indent=1))
         return 0 if report["fits"] else 1

@@ -28,8 +28,8 @@ def main() -> None:
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         import torch
 
+        from eagle3.jobs.derived import vocabulary_size
         from eagle3.jobs.job import find_target, gather_inputs
-        from eagle3.jobs.prospect import vocabulary_size
         from eagle3.text.prepare import preview
         from eagle3.text.vocabulary import choose_vocabulary
 
@@ -37,13 +37,13 @@ def main() -> None:
         find_target(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console), console
     )
     console.result(f"{len(inputs.train):,} training samples, {len(inputs.held_out):,} held out")
-    size = vocabulary_size(recipe.model.draft, inputs.config.vocab_size)
-    vocabulary, share = choose_vocabulary(inputs.train, inputs.config.vocab_size, size, console)
+    size = vocabulary_size(recipe.model.draft, inputs.known.config.vocab_size)
+    vocabulary, share = choose_vocabulary(inputs.train, inputs.known.config.vocab_size, size, console)
     console.result(f"a draft vocabulary of {vocabulary.size} covers {share:.2%} of the supervised tokens")
     for index in range(min(options.preview, len(inputs.train))):
         sample = inputs.train[index]
         tell(f"--- sample {sample.id}: {len(sample.ids)} tokens, {int(sample.loss_mask.sum())} supervised")
-        print(preview(sample, inputs.tokenizer, color=shows_colours(sys.stdout)))
+        print(preview(sample, inputs.known.tokenizer, color=shows_colours(sys.stdout)))
 
 
 if __name__ == "__main__":

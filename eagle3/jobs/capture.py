@@ -14,8 +14,8 @@ import torch.distributed as dist
 from eagle3.attention.block import BlockKernels
 from eagle3.console import Console, waiting
 from eagle3.durable import writing
+from eagle3.jobs.derived import store_encoding
 from eagle3.jobs.job import Job, start_target
-from eagle3.jobs.prospect import store_encoding
 from eagle3.jobs.provenance import capture_record, provenance, store_provenance
 from eagle3.jobs.supply import capture_target
 from eagle3.jobs.target_probe import own_probe
@@ -40,7 +40,7 @@ MOST_LINES = 20
 def verify(job: Job, samples: dict[str, Wanted], console: Console, repair: bool) -> bool:
     """Report everything that is wrong with the store. Returns whether it is whole. repair: delete whatever is wrong"""
     path = job.recipe.hidden_states.path
-    findings = check_store(path, store_provenance(job), samples, console, job.config.vocab_size)
+    findings = check_store(path, store_provenance(job), samples, console, job.known.config.vocab_size)
     for problem in findings.problems[:MOST_LINES]:
         console.result(str(problem))
     if len(findings.problems) > MOST_LINES:
@@ -83,7 +83,7 @@ def fill(
             lambda: StoreWriter(
                 path,
                 provenance(job),
-                store_encoding(job),
+                store_encoding(job.recipe, job.shape),
                 record=capture_record(job),
                 part=alone,
                 shard_tokens=job.recipe.hidden_states.shard_tokens,
@@ -149,14 +149,14 @@ def _capture_here(
     dist.broadcast_object_list(message, group=sequence, group_src=0)
     (long,) = message
     if long:
-        require_one_rank(job.target, job.config, sequence.size())
+        require_one_rank(job.known.target, job.known.config, sequence.size())
     if not batches and not long:
         return
     own = [*chain(*batches), *(long if sequence.rank() == 0 else ())]
     tokens = sum(samples[sample_id].tokens for sample_id in own if sample_id in missing)
     watchdog.at("loading the target")
-    with waiting(console, f"loading {job.target}"):
-        target = start_target(job, topology.device, job.vocabulary)
+    with waiting(console, f"loading {job.known.target}"):
+        target = start_target(job.known, topology.device, job.vocabulary)
     course = ShareCourse(len(own), tokens, console, watchdog.at)
     with watchdog.watching():
         capture(target, [[samples[sample_id] for sample_id in batch] for batch in batches], writer, course)

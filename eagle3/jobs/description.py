@@ -47,27 +47,20 @@ def describe_run(
     steps: number of optimiser steps in the whole run
     memory_before: peak memory in GiB before the draft was built
     """
-    recipe, target, shape, sizes = job.recipe, job.config, job.shape, job.recipe.parallelism
-    processes, train = dist.get_world_size(), describe_samples(job.train)
-    sources = [source._asdict() for source in job.sources]
+    recipe, target, shape, sizes = job.recipe, job.known.config, job.shape, job.recipe.parallelism
+    processes, train = dist.get_world_size(), describe_samples(job.inputs.train)
+    sources = [source._asdict() for source in job.inputs.sources]
     data = processes // (sizes.tensor * sizes.ulysses * sizes.ring)
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "continues": continues,
         "steps": steps,
         "layout": {"tensor": sizes.tensor, "ulysses": sizes.ulysses, "ring": sizes.ring, "data": data},
-        "machine": {  # describes the first rank's node; without its host name, because reports are shared
-            "system": platform.platform(),
-            "processor": _processor(),
-            "cores": usable_cores(),
-            "memory_gib": psutil.virtual_memory().total / GIB,
-            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
-            "processes": processes,
-        },
+        "machine": _machine(device) | {"processes": processes},
         "kernels": kernels,
         "versions": {name: number for name, number in versions(SHOWN).items() if number != ABSENT},
         "target": {
-            "hub_id": recipe.model.target if recipe.model.target == job.target and not _is_here(job.target) else None,
+            "hub_id": None if _is_here(job.known.target) else recipe.model.target,
             "architecture": (target.architectures or [type(target).__name__])[0],
             "layers": target.num_hidden_layers,
             "hidden_size": target.hidden_size,
@@ -85,13 +78,24 @@ def describe_run(
         },
         "data": {
             "datasets": hub_datasets(recipe.data.train_paths),
-            "train": train | {"prepared": _prepared(job.train_summary), "sources": sources},
-            "held_out": describe_samples(job.held_out) | {"prepared": _prepared(job.held_out_summary)},
+            "train": train | {"prepared": _prepared(job.inputs.train_summary), "sources": sources},
+            "held_out": describe_samples(job.inputs.held_out) | {"prepared": _prepared(job.inputs.held_out_summary)},
         },
         "memory": {"before_gib": memory_before}
         | estimate_memory(
             job, train["supervised"] / max(1, train["tokens"]), deepspeed_file, processes=processes, device=device
         ),
+    }
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """Describes this node, without its host name, because reports are shared."""
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": usable_cores(),
+        "memory_gib": psutil.virtual_memory().total / GIB,
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
     }
 
 
@@ -146,12 +150,12 @@ def estimate_memory(
     If the planner refuses the layout, estimate_gib is None and `why` gives the reason.
     """
     try:
-        planned = planned_step(job, processes, deepspeed_file, packed=True)
+        planned = planned_step(job.recipe, job.shape, processes, deepspeed_file, packed=True)
     except UserError as refusal:
         return {"estimate_gib": None, "why": str(refusal)}
     memory = memory_plan(job.recipe.memory, device.type)
     planned = dataclasses.replace(planned, device=device.type, memory=memory)
-    training, lengths = job.recipe.training, job.train.lengths
+    training, lengths = job.recipe.training, job.inputs.train.lengths
     documents = min(len(lengths), training.global_batch_size // (planned.sizes.data * training.accumulation))
     tokens = int(np.sort(lengths)[-documents:].sum())
     stream = spanned(PlannedStream(tokens, documents, supervised), job.recipe.data.spans)

@@ -10,7 +10,7 @@ import torch
 from eagle3.attention.cuda import FLASH4_CAPABILITY, has_flash4
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
-from eagle3.jobs.prospect import Prospect
+from eagle3.jobs.derived import config_of, shape_draft
 from eagle3.jobs.verify import NOT_IN_BFLOAT16, read_case, read_tensors, relative_errors, run_case, tolerance
 from eagle3.kernels.choice import (
     NONE_RIGHT,
@@ -89,7 +89,7 @@ def _demanded(recipe: Recipe) -> dict[str, int | None] | str | None:
 
 def _draft(recipe: Recipe) -> DraftConfig | None:
     try:
-        return Prospect.of(recipe).shape
+        return shape_draft(recipe, config_of(recipe))
     except UserError:
         return None  # training will report the reason in full
 

@@ -74,24 +74,24 @@ def judge(
 
     Raises UserError for anything that the user can fix, including too little memory.
     """
-    decoding = decoding or decoding_of(inputs.recipe)
+    decoding = decoding or decoding_of(inputs.known.recipe)
     prompts, sets = prompts_to_judge(inputs, files, tree.room if tree else decoding.draft_tokens)
     conversations = counted(len(prompts), "prompt" if files else "held-out conversation")
     if tree is not None:
         console(f"decoding {conversations} by SGLang")
-        judgement = _judge_served(inputs, exported, tree, decoding, prompts, sets, console)
+        judgement = _judge_served(inputs.known, exported, tree, decoding, prompts, sets, console)
     else:
         try:
-            target = target or target_of(inputs, read_exported(exported), topology, console)
+            target = target or target_of(inputs.known, read_exported(exported), topology, console)
             console(f"decoding {conversations} speculatively")
             judgement = judge_export(
                 exported,
                 target,
                 prompts,
                 topology.modules_alone,
-                inputs.tokenizer,
+                inputs.known.tokenizer,
                 decoding,
-                seed=inputs.recipe.training.seed,
+                seed=inputs.known.recipe.training.seed,
                 report=console,
                 sets=sets,
             )
@@ -132,7 +132,7 @@ def judge_contexts(
     tree: None to decode with transformers; otherwise SGLang decodes greedily, as in `judge`, and `asked.best` is False
     """
     contexts, per_context, windows, best, gpu = asked
-    decoding, most = decoding or decoding_of(inputs.recipe), inputs.config.max_position_embeddings
+    decoding, most = decoding or decoding_of(inputs.known.recipe), inputs.known.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
     room = (tree or DraftTree.of(decoding.draft_tokens, 1, None)).room  # for a chain the same by both engines
@@ -143,17 +143,17 @@ def judge_contexts(
         prompts, _ = prompts_to_judge(inputs, files, room)
         buckets = prompt_contexts(prompts, contexts, per_context, longest, console)
     draft = read_exported(exported)
-    target = target_of(inputs, draft, topology, console) if tree is None else None
+    target = target_of(inputs.known, draft, topology, console) if tree is None else None
 
     def judge_with(decoding: Decoding, buckets: Sequence[ContextPrompts]) -> ContextJudgement:
         if target is None:
-            return _serve_contexts(inputs, exported, tree, decoding, buckets, console)
+            return _serve_contexts(inputs.known, exported, tree, decoding, buckets, console)
         return judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
 
     judgements = []
     for window in (decoding.window, *windows):
         windowed = replace(decoding, window=window)
-        judgement = with_pay_offs(judge_with(windowed, buckets), inputs, draft.config, gpu, console)
+        judgement = with_pay_offs(judge_with(windowed, buckets), inputs.known, draft.config, gpu, console)
         if best:
             judgement = replace(judgement, best=best_rates(judgement, buckets, judge_with))
         judgements.append(judgement)
@@ -185,7 +185,7 @@ def best_rates(
 
 
 def _serve_contexts(
-    inputs: Inputs,
+    known: KnownTarget,
     exported: Path,
     tree: DraftTree,
     decoding: Decoding,
@@ -194,7 +194,7 @@ def _serve_contexts(
 ) -> ContextJudgement:
     prompts = [prompt for bucket in buckets for prompt in bucket.prompts]
     console(f"decoding {counted(len(prompts), 'prompt')} of {counted(len(buckets), 'context')} by SGLang")
-    served, window = _serve(inputs, exported, tree, decoding, prompts, console)
+    served, window = _serve(known, exported, tree, decoding, prompts, console)
     conversations = iter(served.conversations)
     decoded = [DecodedContext(context, [*islice(conversations, len(its))]) for context, its in buckets]
     shape = {"topk": tree.topk, "tree_tokens": tree.tokens}
@@ -263,7 +263,7 @@ def texts_of(inputs: Inputs, files: Mapping[str, Path]) -> str:
 
 
 def _judge_served(
-    inputs: Inputs,
+    known: KnownTarget,
     exported: Path,
     tree: DraftTree,
     decoding: Decoding,
@@ -272,7 +272,7 @@ def _judge_served(
     console: Console,
 ) -> Judgement:
     """`judge`, by SGLang. sets: number of prompts of each prompt set, in order."""
-    served, window = _serve(inputs, exported, tree, decoding, prompts, console)
+    served, window = _serve(known, exported, tree, decoding, prompts, console)
     return Judgement(
         SpeculativeResult.over(served.conversations),
         None,
@@ -288,7 +288,7 @@ def _judge_served(
 
 
 def _serve(
-    inputs: Inputs,
+    known: KnownTarget,
     exported: Path,
     tree: DraftTree,
     decoding: Decoding,
@@ -297,11 +297,11 @@ def _serve(
 ) -> tuple[ServedResult, Window]:
     """Let SGLang decode the prompts (int64 [P]). Returns also the draft's windows. Raises UserError if SGLang does not
     serve such a draft or target, or a server does not start or answer."""
-    config, draft = inputs.config, read_exported(exported).config
+    config, draft = known.config, read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
     require_known(draft, exported)
-    require_captured(draft.aux_layers or inputs.aux_layers, config.num_hidden_layers, config.model_type)
-    window, options = Window(decoding.window or draft.window, draft.window), engine_options(inputs)
+    require_captured(draft.aux_layers or known.aux_layers, config.num_hidden_layers, config.model_type)
+    window, options = Window(decoding.window or draft.window, draft.window), engine_options(known)
     if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all memory
         most = max(map(len, prompts)) + decoding.new_tokens + tree.room
         options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
@@ -344,13 +344,13 @@ def prompts_to_judge(
     """
     if not files:
         return held_out_prompts(inputs, room), {}
-    sets = {name: prompts_of(inputs, file, room) for name, file in files.items()}
+    sets = {name: prompts_of(inputs.known, file, room) for name, file in files.items()}
     return [*chain(*sets.values())], {name: len(prompts) for name, prompts in sets.items()}
 
 
 def held_out_prompts(inputs: Inputs, room: int) -> list[Tensor]:
     """Prompts from held-out conversations. Raises UserError if there are none. room: as for prompts_to_judge."""
-    return choose_prompts(inputs.held_out, inputs.recipe.evaluation.conversations, _longest(inputs, room))
+    return choose_prompts(inputs.held_out, inputs.known.recipe.evaluation.conversations, _longest(inputs.known, room))
 
 
 def prompts_of(known: KnownTarget, file: Path, room: int, *, other_form: bool = False) -> list[Tensor]:

@@ -2,10 +2,10 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property, partial, wraps
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,10 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from eagle3.console import Say, Warned, counted, waiting
 from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, demo_target
+from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
-from eagle3.jobs.prospect import Prospect, aux_layers_of, shape_draft, vocabulary_size
+from eagle3.jobs.derived import aux_layers_of, shape_draft, vocabulary_size
 from eagle3.parallel.topology import agreed, every_core
 from eagle3.recipe.schema import Recipe, Source
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
@@ -51,18 +52,12 @@ class KnownTarget:
         """Fingerprint of the target's checkpoint."""
         return fingerprint(self.target, revision=self.recipe.model.revision)
 
-    @classmethod
-    def grown(cls, known: "KnownTarget", **more: Any) -> Self:
-        """A copy with more fields. Keeps cached properties, because the fingerprint takes time to compute."""
-        grown = cls(**{field.name: getattr(known, field.name) for field in fields(known)}, **more)
-        vars(grown).update(vars(known))
-        return grown
-
 
 @dataclass(frozen=True)
-class Inputs(KnownTarget):
+class Inputs:
     """A recipe's target and samples."""
 
+    known: KnownTarget
     train: SampleSet
     held_out: SampleSet  # may be empty; then nothing is measured during training
     # Summaries of reading the data; None if it was not read, and for samples held out from data.train.
@@ -77,9 +72,13 @@ class Inputs(KnownTarget):
 
 
 @dataclass(frozen=True)
-class Job(Inputs, Prospect):
-    """The inputs, and the draft that follows from them and the recipe."""
+class Job:
+    """A recipe with everything that follows from it."""
 
+    recipe: Recipe
+    known: KnownTarget
+    inputs: Inputs
+    shape: DraftConfig  # the draft's
     vocabulary: DraftVocabulary
     coverage: float  # share of the supervised training tokens that are in the draft vocabulary
 
@@ -172,14 +171,7 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
                 "flatter the draft; name other data there, or leave it out for a share of data.train"
             )
         )
-    return Inputs.grown(
-        known,
-        train=train,
-        held_out=held_out,
-        train_summary=summary,
-        held_out_summary=held_out_summary,
-        sources=sources,
-    )
+    return Inputs(known, train, held_out, summary, held_out_summary, sources)
 
 
 def _part(source: str | Source, prepared: Prepared) -> Part:
@@ -258,7 +250,8 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
 
     The vocabulary is the one that the recipe gives, the warm start's, or the most frequent supervised tokens.
     """
-    draft, share, target_vocab_size = inputs.recipe.model.draft, None, inputs.config.vocab_size
+    known, share = inputs.known, None
+    draft, target_vocab_size = known.recipe.model.draft, known.config.vocab_size
     if draft.vocabulary is not None:
         vocabulary, origin = load_vocabulary(draft.vocabulary, target_vocab_size), str(draft.vocabulary)
     elif draft.init_from is not None:
@@ -282,6 +275,4 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
         f"draft vocabulary: {vocabulary.size} of {target_vocab_size} tokens ({origin}), {share:.2%} of supervised "
         "tokens"
     )
-    return Job.grown(
-        inputs, vocabulary=vocabulary, coverage=share, shape=shape_draft(inputs.recipe, inputs.config, vocabulary)
-    )
+    return Job(known.recipe, known, inputs, shape_draft(known.recipe, known.config, vocabulary), vocabulary, share)

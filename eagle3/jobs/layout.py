@@ -7,8 +7,8 @@ from transformers import PretrainedConfig
 
 from eagle3.console import Say
 from eagle3.errors import UserError
+from eagle3.jobs.derived import config_of, require_fitting_draft
 from eagle3.jobs.job import find_target
-from eagle3.jobs.prospect import Prospect, config_of, require_fitting_start, require_judgeable
 from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store
 from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.recipe.schema import Recipe
@@ -35,10 +35,7 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str, warn: Say) -> s
     if recipe.hidden_states.mode == "stored":
         require_fitting_settings(recipe)
     if config := _config_if_here(recipe, warn):
-        shape = Prospect.of(recipe, config).shape
-        shape.check_parallel(sizes.tensor, sizes.ulysses)
-        require_judgeable(recipe, config)
-        require_fitting_start(recipe, shape)
+        shape = require_fitting_draft(recipe, config, warn)
         if recipe.data.max_length > shape.max_position_embeddings:
             warn(
                 f"data.max_length: {recipe.data.max_length}, but the draft only reaches "

@@ -9,8 +9,8 @@ import yaml
 from eagle3.console import data_size
 from eagle3.draft.config import DraftConfig, drafted_tokens
 from eagle3.errors import UserError
+from eagle3.jobs.derived import shape_draft, store_encoding
 from eagle3.jobs.plan import planned_step, seen_share
-from eagle3.jobs.prospect import Prospect, store_encoding
 from eagle3.planning.fitting import RESERVED, Fitted, PlannedStream, best_layout, longest_of_any_layout
 from eagle3.planning.step import Planned, step_seconds
 from eagle3.recipe.loading import apply_override, checked_recipe
@@ -93,7 +93,8 @@ def new_recipe_text(
     values["data"].setdefault("max_length", min(CONTEXTS[1], context))
     _lay_out(values, facts, deepspeed_file)
     recipe = _recipe(values)
-    planned_step(Prospect.of(recipe, facts.config), NODE, deepspeed_file, packed=True)  # refuses what train.py would
+    # refuses what train.py would
+    planned_step(recipe, shape_draft(recipe, facts.config), NODE, deepspeed_file, packed=True)
     head = (
         f"An EAGLE3 draft for {target} ({model_size(facts.parameters)}). Edit it, and run plan.py, prepare.py, "
         "capture.py, train.py with it; docs/new-model.md goes through every part. Drafts learn best from the target's "
@@ -109,7 +110,7 @@ def _lay_out(values: dict[str, dict], facts: TargetFacts, deepspeed_file: Path) 
     accumulation that it needs for one sample per stream. Raises UserError for a chosen one that is impossible."""
     recipe = _recipe(values)
     if values["parallelism"].keys() & {"ulysses", "ring"}:
-        sizes = planned_step(Prospect.of(recipe, facts.config), NODE, deepspeed_file, packed=False).sizes
+        sizes = planned_step(recipe, shape_draft(recipe, facts.config), NODE, deepspeed_file, packed=False).sizes
     elif layout := _fitting(recipe, facts, NODE, PlannedStream(recipe.data.max_length, 1, 1.0), deepspeed_file):
         sizes, memory = layout.planned.sizes, layout.planned.memory
         values["parallelism"] |= {"ulysses": sizes.ulysses, "ring": sizes.ring}
@@ -151,8 +152,8 @@ def refreshed(text: str, recipe: Recipe, facts: TargetFacts, deepspeed_file: Pat
 def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
     """Draft, disk and layouts, as comment lines from BEGIN to END, for each of CONTEXTS, or for the target's context if
     that is shorter than all of them. Contexts beyond the target's are marked: they need a longer rope."""
-    prospect, engine = Prospect.of(recipe, facts.config), engine_gpus(facts)
-    draft, encoding = prospect.shape, store_encoding(prospect)
+    draft, engine = shape_draft(recipe, facts.config), engine_gpus(facts)
+    encoding = store_encoding(recipe, draft)
     context = facts.context or draft.max_position_embeddings
     contexts = CONTEXTS if context >= min(CONTEXTS) else (context,)
     disk = ", ".join(
@@ -194,7 +195,7 @@ def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Pat
     for name, window in (("full attention", None), (f"model.draft.window={WINDOW}", WINDOW)):
         draft = recipe.model.draft.model_copy(update={"window": window})
         variant = recipe.model_copy(update={"model": recipe.model.model_copy(update={"draft": draft})})
-        encoding = store_encoding(Prospect.of(variant, facts.config))
+        encoding = store_encoding(variant, shape_draft(variant, facts.config))
         size = 1000 * tokens * token_bytes(encoding, stream.supervised, seen_share(encoding, stream))
         fitted, step = _fitting(variant, facts, NODE, stream, deepspeed_file), "does not fit"
         if fitted is not None:
@@ -207,7 +208,7 @@ def windows(recipe: Recipe, facts: TargetFacts, tokens: int, deepspeed_file: Pat
 def planned(recipe: Recipe, facts: TargetFacts, gpus: int, deepspeed_file: Path) -> Planned:
     """A plan for the recipe's draft on this many GPUs, regardless of the recipe's layout."""
     alone = recipe.model_copy(update={"parallelism": type(recipe.parallelism)(tensor=recipe.parallelism.tensor)})
-    return planned_step(Prospect.of(alone, facts.config), gpus, deepspeed_file, packed=False)
+    return planned_step(alone, shape_draft(alone, facts.config), gpus, deepspeed_file, packed=False)
 
 
 def engine_gpus(facts: TargetFacts) -> int:

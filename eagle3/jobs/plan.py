@@ -7,13 +7,14 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from eagle3.console import data_size
-from eagle3.jobs.prospect import Prospect, store_encoding
+from eagle3.draft.config import DraftConfig
+from eagle3.jobs.derived import store_encoding
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sizes import check_sizes
 from eagle3.planning.fitting import MOST_TOKENS, RESERVED, PlannedStream, best_layout, longest_context, variants
 from eagle3.planning.memory import host_bytes, rank_bytes
 from eagle3.planning.step import Machine, Planned, Sizes, sent_bytes, step_flops, step_seconds
-from eagle3.recipe.schema import Memory, Spans
+from eagle3.recipe.schema import Memory, Recipe, Spans
 from eagle3.states.capture import token_bytes
 from eagle3.states.store.shard import Encoding
 from eagle3.training.deepspeed_file import deepspeed_config
@@ -22,12 +23,11 @@ FITS, DOES_NOT_FIT = "fits", "DOES NOT FIT"
 BLOCK_MIB, CPU_BLOCK_MIB = 1024, 64  # defaults; on a CPU, smaller blocks stay in its caches
 
 
-def planned_step(prospect: Prospect, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
-    """The plan of one micro-batch on `gpus` GPUs. Raises UserError for an impossible layout.
+def planned_step(recipe: Recipe, draft: DraftConfig, gpus: int, deepspeed_file: Path, packed: bool) -> Planned:
+    """The plan of one micro-batch of this draft on `gpus` GPUs. Raises UserError for an impossible layout.
 
     packed: plan the streams that the recipe packs; its batch must then divide evenly among the ranks
     """
-    recipe, draft = prospect.recipe, prospect.shape
     parallel, memory, training = recipe.parallelism, recipe.memory, recipe.training
     draft.check_parallel(parallel.tensor, parallel.ulysses)
     data = check_sizes("parallelism", parallel.tensor, parallel.ulysses, parallel.ring, gpus)
@@ -67,9 +67,9 @@ def spanned(stream: PlannedStream, spans: Spans | None) -> PlannedStream:
     return dataclasses.replace(stream, supervised=most, spans=spans.per_document)
 
 
-def plan(prospect: Prospect, planned: Planned, memory: float, context: int | None, supervised: float) -> dict:
+def plan(recipe: Recipe, planned: Planned, memory: float, context: int | None, supervised: float) -> dict:
     """The whole plan as numbers (bytes, tokens, seconds)."""
-    recipe, usable = prospect.recipe, memory * (1 - RESERVED)
+    usable = memory * (1 - RESERVED)
 
     def document(tokens: int, count: int = 1) -> PlannedStream:
         return spanned(PlannedStream(count * tokens, count, supervised), recipe.data.spans)
@@ -86,7 +86,7 @@ def plan(prospect: Prospect, planned: Planned, memory: float, context: int | Non
     share = stream.share(planned)
     needs, flops = rank_bytes(planned, share), step_flops(planned, share)
     best = best_layout(planned, planned.sizes.ranks, stream_of, usable)
-    encoding = store_encoding(prospect)
+    encoding = store_encoding(recipe, planned.draft)
     return {
         "draft": {name: getattr(planned.draft, name) for name in SHOWN_SHAPE},
         "layout": layout_of(planned),

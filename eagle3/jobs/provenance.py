@@ -5,8 +5,8 @@ import hashlib
 
 from eagle3.draft.config import draft_digest
 from eagle3.durable import file_digest
+from eagle3.jobs.derived import stored_settings
 from eagle3.jobs.job import Inputs, Job, KnownTarget
-from eagle3.jobs.prospect import stored_settings
 from eagle3.preflight.inputs import files_of
 from eagle3.preflight.sameness import ABSENT, versions
 from eagle3.recipe.schema import Recipe
@@ -32,11 +32,11 @@ def target_provenance(known: KnownTarget) -> Provenance:
 def input_digests(inputs: Inputs) -> dict[str, str]:
     """Digests of a run's inputs, by recipe key: of every file (or exported draft) that the recipe names by a path, of
     the target, and of the samples, whatever they were made from. They must be the same when the run is resumed."""
-    digests = target_provenance(inputs)
+    digests = target_provenance(inputs.known)
     return {
         **{
             key: draft_digest(path) if path.is_dir() else file_digest(path)[:32]
-            for key, path in files_of(inputs.recipe).items()
+            for key, path in files_of(inputs.known.recipe).items()
         },
         "model.target": digests["target"],
         "model.target's tokenizer": digests["tokenizer"],
@@ -48,7 +48,7 @@ def input_digests(inputs: Inputs) -> dict[str, str]:
 
 def provenance(job: Job) -> Provenance:
     """Everything that the rows for training depend on. A store with a different provenance is refused."""
-    record = target_provenance(job)
+    record = target_provenance(job.known)
     if job.recipe.target.teacher == "logits":
         record |= {"teacher": "logits", "teacher_vocabulary": job.vocabulary.digest}
     return record
@@ -90,7 +90,7 @@ def capture_record(job: Job) -> Provenance:
     recipe, spans = job.recipe, spans_of(job.recipe)
     packages = versions(("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"))
     return {
-        "target": job.target,
+        "target": job.known.target,
         "revision": recipe.model.revision,
         "backend": recipe.target.backend,
         "draft_vocabulary": job.vocabulary.digest,

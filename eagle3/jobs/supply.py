@@ -13,8 +13,8 @@ import torch.distributed as dist
 from eagle3.console import Say, waiting
 from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
-from eagle3.jobs.job import Inputs, Job, start_target
-from eagle3.jobs.prospect import store_encoding
+from eagle3.jobs.derived import store_encoding
+from eagle3.jobs.job import Job, KnownTarget, start_target
 from eagle3.jobs.provenance import spans_of, store_provenance
 from eagle3.jobs.target_probe import (
     FILE,
@@ -71,7 +71,7 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
     """Start the target, contact servers, or open the store, and load the target's embedding and lm_head. Collective."""
     recipe, model, spans = job.recipe, job.recipe.model, spans_of(job.recipe)
     samples, stored = (
-        Split(job.train.sorted_by_id(), job.held_out.sorted_by_id()),
+        Split(job.inputs.train.sorted_by_id(), job.inputs.held_out.sorted_by_id()),
         recipe.hidden_states.mode == "stored",
     )
     if stored:
@@ -81,16 +81,16 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
     if recipe_spans := spans_of(recipe):  # on the first rank only, because describing spans reads all samples
         anew = spans is not None
-        agreed((lambda: say(recipe_spans.describe(job.train, anew))) if topology.is_first else None)
+        agreed((lambda: say(recipe_spans.describe(job.inputs.train, anew))) if topology.is_first else None)
     if not stored and recipe.target.backend == "transformers":
-        with waiting(say, f"loading {job.target}"):
-            target = start_target(job, topology.device, job.vocabulary)
+        with waiting(say, f"loading {job.known.target}"):
+            target = start_target(job.known, topology.device, job.vocabulary)
         keep_on = torch.device("cpu") if recipe.memory.inputs == "host" else topology.device
         source = LiveSource(target, topology.stream, topology.device, keep_on)
         yield HiddenStateSupply(samples, spans, source, source, target.head, target)
         return
     head = load_target_head(
-        job.target,
+        job.known.target,
         revision=model.revision,
         trust_remote_code=model.trust_model_code,
         dtype=model.target_dtype,
@@ -110,7 +110,7 @@ def _open_store(job: Job, samples: Split, spans: Spans | None) -> tuple[HiddenSt
     Samples that were captured whole serve any spans, drawn anew in every epoch. Samples captured with spans serve only
     those.
     """
-    store = HiddenStateStore.open(job.recipe.hidden_states.path, store_provenance(job), job.config.vocab_size)
+    store = HiddenStateStore.open(job.recipe.hidden_states.path, store_provenance(job), job.known.config.vocab_size)
     captured, original, detail = store.record.get("spans"), spans, ""
     missing = _missing(store, samples)
     if missing and spans is not None:
@@ -133,14 +133,14 @@ def _missing(store: HiddenStateStore, samples: Split) -> list[str]:
 # SGLang ---------------------------------------------------------------------------------------------------------------
 
 
-def engine_options(inputs: Inputs) -> EngineOptions:
+def engine_options(known: KnownTarget) -> EngineOptions:
     """Options for starting a server with this recipe's target, whatever it is used for."""
-    recipe, model, target = inputs.recipe, inputs.recipe.model, inputs.recipe.target
+    recipe, model, target = known.recipe, known.recipe.model, known.recipe.target
     dtype = model.target_dtype
     if dtype == "auto":  # as transformers understands it; SGLang's own "auto" runs a float32 target in half precision
-        dtype = str(inputs.config.dtype or torch.float32).removeprefix("torch.")
+        dtype = str(known.config.dtype or torch.float32).removeprefix("torch.")
     return EngineOptions(
-        model=inputs.target,
+        model=known.target,
         revision=model.revision,
         trust_remote_code=bool(model.trust_remote_code),
         dtype=dtype,
@@ -159,9 +159,9 @@ def hook_settings(job: Job) -> HookSettings:
     settings = HookSettings(
         spool=str(spool),
         dtype=job.recipe.hidden_states.dtype,
-        target=job.fingerprint,
-        hidden_size=job.config.hidden_size,
-        aux_layers=len(job.aux_layers),
+        target=job.known.fingerprint,
+        hidden_size=job.known.config.hidden_size,
+        aux_layers=len(job.known.aux_layers),
     )
     if job.recipe.target.teacher == "hidden":
         return settings
@@ -189,25 +189,25 @@ def server_line(job: Job) -> str:
 
 def _capture_engine(job: Job) -> tuple[EngineOptions, list[str]]:
     """Options for a capturing server, and the further flags that load the hook."""
-    require_captured(job.aux_layers, job.config.num_hidden_layers, job.config.model_type)
-    options, longest, settings = engine_options(job), job.recipe.data.max_length, hook_settings(job)
+    require_captured(job.known.aux_layers, job.known.config.num_hidden_layers, job.known.config.model_type)
+    options, longest, settings = engine_options(job.known), job.recipe.data.max_length, hook_settings(job)
     _publish_vocabulary(settings, job.vocabulary)
     if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all host memory
         options = replace(options, kv_tokens=2 * longest + 2 * options.chunk_tokens)
-    return replace(options, longest=longest), capture_flags(job.aux_layers, settings._asdict())
+    return replace(options, longest=longest), capture_flags(job.known.aux_layers, settings._asdict())
 
 
 def _require_servers(job: Job, urls: Sequence[str]) -> None:
     """See `require_capture`."""
-    options = engine_options(job)
+    options = engine_options(job.known)
     for url in urls:
         require_capture(
             url,
             hook_settings(job),
-            job.aux_layers,
+            job.known.aux_layers,
             dtype=options.dtype,
             revision=options.revision,
-            longest=job.longest,
+            longest=job.inputs.longest,
             allow_untested=options.allow_untested,
         )
 
@@ -222,7 +222,7 @@ def capture_target(job: Job, kept: Encoding, expected: Rows | None, processes: i
     """
     settings, target, engine = hook_settings(job), job.recipe.target, None
     most = round(target.spool_gib * 2**30 / processes)
-    require_spool_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
+    require_spool_room(job.inputs.longest, spool_bytes(settings.encoding, job.inputs.longest), most)
     with ExitStack() as stack:
         spool = stack.enter_context(Spool(settings.spool, say, most))
         urls = target.servers
@@ -238,7 +238,8 @@ def capture_target(job: Job, kept: Encoding, expected: Rows | None, processes: i
         producer = stack.enter_context(closing(Producer(servers, spool, most, readers=0)))
         try:
             encoding = replace(settings.encoding, window=kept.window, ttt_steps=kept.ttt_steps)
-            yield SGLangTarget(producer, encoding, vocab_size=job.config.vocab_size, aux_layers=job.aux_layers)
+            known = job.known
+            yield SGLangTarget(producer, encoding, vocab_size=known.config.vocab_size, aux_layers=known.aux_layers)
             servers.compare_all()
         except UserError as error:
             if engine is None or not engine.ended():
@@ -280,13 +281,14 @@ def _probes(job: Job, urls: Sequence[str], expected: Rows | None, say: Say) -> I
 
 def _probe(job: Job, url: str, say: Say) -> tuple[str, Rows]:
     """A server, and what it computes of the probe document, which passes through a spool of its own."""
-    settings, document, vocab_size = hook_settings(job), probe_document(job.config.vocab_size), job.config.vocab_size
+    settings, vocab_size = hook_settings(job), job.known.config.vocab_size
     with Spool(settings.spool, say) as spool:
         servers = Servers([url], spool.path, 1, say, PROBE_SECONDS)
         room = 2 * spool_bytes(settings.encoding, PROBE_TOKENS)
         with closing(Producer(servers, spool, room, readers=0)) as producer:
-            target = SGLangTarget(producer, settings.encoding, vocab_size=vocab_size, aux_layers=job.aux_layers)
-            return f"target.servers: {url}" if job.recipe.target.servers else "SGLang", target.prefill([document])[0]
+            target = SGLangTarget(producer, settings.encoding, vocab_size=vocab_size, aux_layers=job.known.aux_layers)
+            (rows,) = target.prefill([probe_document(vocab_size)])
+            return f"target.servers: {url}" if job.recipe.target.servers else "SGLang", rows
 
 
 def _require_unchanged(job: Job, probe: Rows, say: Say, url: str) -> None:
@@ -325,9 +327,9 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
             f"target.servers: live training with SGLang needs running servers; for each, {START}, and name its URL"
         )
     probe = agreed((lambda: _compare_servers(job, say)) if topology.is_first else None)
-    settings, kept = hook_settings(job), store_encoding(job)
+    settings, kept = hook_settings(job), store_encoding(job.recipe, job.shape)
     most = round(target.spool_gib * 2**30 / topology.data.size())
-    require_spool_room(job.longest, spool_bytes(settings.encoding, job.longest), most)
+    require_spool_room(job.inputs.longest, spool_bytes(settings.encoding, job.inputs.longest), most)
     with ExitStack() as stack:
         asks = topology.stream.rank() == 0
         spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say, most))) if asks else None)
@@ -345,7 +347,7 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
                 ids, wanted = reading.sample.ids, WantedRows(reading.supervised, kept.window, kept.ttt_steps)
                 producer.ask(ticket, ids, wanted, spool_bytes(settings.encoding, len(ids), wanted))
 
-        reader = SpoolReader(Path(settings.spool) / message[0], topology.stream.rank(), job.config.vocab_size)
+        reader = SpoolReader(Path(settings.spool) / message[0], topology.stream.rank(), job.known.config.vocab_size)
         source = SpooledSource(reader, message[0], ask)
         agreed(lambda: _check_head(source, head, topology))
         yield source

@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from eagle3.console import Say, waiting
 from eagle3.durable import write_bytes
 from eagle3.errors import UserError
-from eagle3.jobs.job import Job, start_target
+from eagle3.jobs.job import Job, KnownTarget, start_target
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
 from eagle3.targets.checkpoint import indexed_files
 from eagle3.targets.sglang.fitness import ServerDiffers
@@ -41,19 +41,20 @@ def probe_document(vocab_size: int) -> Tensor:
 def own_probe(job: Job, say: Say) -> Rows | None:
     """The document's rows by transformers, on the CPU; None if the target is too large to be loaded for this, is not on
     this machine as a whole, or has no class there."""
-    size = _weight_bytes(job)
+    size = _weight_bytes(job.known)
     if size is None or size > MOST_WEIGHTS:
         return None
-    facts = [job.fingerprint, job.recipe.model.target_dtype, list(job.aux_layers), job.recipe.target.teacher]
-    facts += [job.vocabulary.digest if job.recipe.target.teacher == "logits" else None, job.config.vocab_size]
+    known, teacher = job.known, job.recipe.target.teacher
+    facts = [known.fingerprint, job.recipe.model.target_dtype, list(known.aux_layers), teacher]
+    facts += [job.vocabulary.digest if teacher == "logits" else None, known.config.vocab_size]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     cached = job.recipe.data.cache_dir.expanduser() / "probes" / f"{key}.safetensors"
     if (rows := read_probe(cached, job)) is not None:
         return rows
     with waiting(say, f"computing {PROBE_TOKENS} tokens with transformers, to check SGLang"):
         try:
-            target = start_target(job, torch.device("cpu"), job.vocabulary)
-            (rows,) = target.prefill([probe_document(job.config.vocab_size)])
+            target = start_target(known, torch.device("cpu"), job.vocabulary)
+            (rows,) = target.prefill([probe_document(known.config.vocab_size)])
         except UserError as error:
             say(f"SGLang is not compared with transformers, which cannot run this target ({error})")
             return None
@@ -111,15 +112,15 @@ def write_probe(file: Path, rows: Rows) -> None:
         write_bytes(file, save({name: tensor.cpu().contiguous() for name, tensor in rows.named().items()}))
 
 
-def _weight_bytes(job: Job) -> int | None:
+def _weight_bytes(known: KnownTarget) -> int | None:
     """Size of the target's weights; None unless all of them are on this machine."""
-    folder = Path(job.target)
+    folder = Path(known.target)
     try:
         if not folder.is_dir():
-            folder = Path(snapshot_download(job.target, revision=job.recipe.model.revision, local_files_only=True))
+            folder = Path(snapshot_download(known.target, revision=known.recipe.model.revision, local_files_only=True))
         files, index = {SAFE_WEIGHTS_NAME}, folder / SAFE_WEIGHTS_INDEX_NAME
         if index.exists() and not (folder / SAFE_WEIGHTS_NAME).exists():
-            files = {*indexed_files(job.target, index).values()}
+            files = {*indexed_files(known.target, index).values()}
         return sum((folder / file).stat().st_size for file in files)
     except OSError:
         return None

@@ -18,11 +18,11 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
+from eagle3.jobs.derived import require_fitting_draft
 from eagle3.jobs.description import describe_run
 from eagle3.jobs.evaluate import held_out_prompts, judge, judgement_record, texts_of
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.plan import memory_plan
-from eagle3.jobs.prospect import require_fitting_start, require_judgeable
 from eagle3.jobs.provenance import input_digests, require_fitting_settings, require_fitting_store
 from eagle3.jobs.supply import HiddenStateSupply, hidden_state_supply
 from eagle3.kernels.choice import Choice, choose_kernels
@@ -158,12 +158,12 @@ def _enter(recipe: Recipe, run: _Run, resume: Resume) -> None:
 def _resolve(recipe: Recipe, run: _Run) -> Job:
     """Resolve the job. Everything that can be refused is refused here, before a target is loaded and hours have
     passed."""
-    console, evaluation, sizes = run.console, recipe.evaluation, recipe.parallelism
+    console, evaluation = run.console, recipe.evaluation
     stored = recipe.hidden_states.mode == "stored"
     if stored:
         run.on_first(lambda: require_fitting_settings(recipe))
     known = find_target(recipe, run.topology.device, console)
-    require_judgeable(recipe, known.config)
+    require_fitting_draft(recipe, known.config, console.warn)
     if stored:
         run.on_first(lambda: require_fitting_store(known))
     inputs = gather_inputs(known, console)
@@ -172,17 +172,9 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
     if run.continues:
         run.on_first(lambda: run.folder.require_same_inputs(input_digests(inputs), console.warn))
     job = choose_draft(inputs, console)
-    require_fitting_start(recipe, job.shape)
-    job.shape.check_parallel(sizes.tensor, sizes.ulysses)
-    job.shape.check_context(int(job.train.lengths.max()))
-    layers = job.shape.aux_layers
-    if layers and layers[-1] == job.config.num_hidden_layers - 1 > 2:
-        console.warn(
-            f"model.aux_layers: {list(layers)} has the output of the target's last layer, which SGLang does not "
-            "capture, so it will not serve this draft; name lower layers to serve it there"
-        )
+    job.shape.check_context(int(job.inputs.train.lengths.max()))
     itemsize = getattr(torch, recipe.training.dtype).itemsize
-    require_room(run.folder.path, checkpoint_bytes(job.shape, sizes.tensor, itemsize))
+    require_room(run.folder.path, checkpoint_bytes(job.shape, recipe.parallelism.tensor, itemsize))
     return job
 
 
@@ -303,7 +295,7 @@ def _batch_maker(job: Job, supply: HiddenStateSupply, draft: Eagle3Draft, topolo
 def _begin(job: Job, run: _Run, trainer: Trainer, memory_before: float) -> None:
     """Write the run's inputs and settings to its folder."""
     folder = run.folder
-    folder.begin(job.recipe, run.continues, run.identity, input_digests(job), run.console)
+    folder.begin(job.recipe, run.continues, run.identity, input_digests(job.inputs), run.console)
     with writing(folder.vocabulary, "free space, or set output.dir to another place"):
         save_vocabulary(job.vocabulary, folder.vocabulary)
     try:
@@ -354,10 +346,10 @@ def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finis
             _check(folder.export, console)
         if not job.recipe.evaluation.conversations:
             return True
-        judgement = judge(job, target, folder.export, run.topology, console)
+        judgement = judge(job.inputs, target, folder.export, run.topology, console)
         folder.claim.require()
-        texts = texts_of(job, {})
-        folder.write_evaluation(judgement_record("evaluation", judgement.as_dict(), job, folder.export, texts))
+        texts = texts_of(job.inputs, {})
+        folder.write_evaluation(judgement_record("evaluation", judgement.as_dict(), job.known, folder.export, texts))
         return judgement.trained.lossless
     finally:
         finish(folder.path, console)

@@ -376,15 +376,13 @@ def test_a_warm_start_from_another_shape_names_the_size(recipe, topology, target
     for key, value in (("model.draft.intermediate_size", 96), ("model.aux_layers", [0, 1, 2])):
         remedy = f"leave out {key} and set model.draft.config to {tmp_path / 'same'}/config.json, or train without"
         assert remedy in complaint(recipe, topology, same, f"{key}={value}")
+    message = complaint(recipe, topology, same, "model.draft.vocab_size=100")
+    assert message.startswith("model.draft.vocab_size: 100, but ")
+    assert "has 200 draft tokens; leave vocab_size out" in message
     config = json.loads((tmp_path / "same" / "config.json").read_text(encoding="utf-8"))
     window = {"layer_types": ["sliding_attention"], "sliding_window": 5}
     (tmp_path / "same" / "config.json").write_text(json.dumps(config | window), encoding="utf-8")
     assert "has a window of 5 keys, this run's draft full attention; set" in complaint(recipe, topology, same)
-    message = complaint(recipe, topology, same, "model.draft.vocab_size=100")
-    assert (
-        message.startswith("model.draft.vocab_size: 100, but ")
-        and "has 200 draft tokens; leave vocab_size out" in message
-    )
 
 
 def test_a_warm_start_that_is_missing_or_damaged_is_named(recipe, topology, target, tmp_path):

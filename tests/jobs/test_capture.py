@@ -55,7 +55,7 @@ def checked(recipe: Path, store: Path, topology, *overrides: str):
     """What a check finds in a store that should hold all samples of the recipe."""
     loaded = load_recipe(recipe, list(overrides))
     job = job_of(loaded, topology)
-    samples = wanted_samples((job.train, job.held_out))
+    samples = wanted_samples((job.inputs.train, job.inputs.held_out))
     assert len(samples) == 40
     return check_store(str(store), store_provenance(job), samples, lambda count, shards: None)
 
@@ -98,9 +98,9 @@ def test_a_verify_finds_values_that_no_target_computes_and_a_repair_removes_thos
     """The writer does not know the vocabulary, so it takes whatever a server that is not ours computes."""
     loaded = load_recipe(recipe, [f"hidden_states.path={tmp_path}"])
     job = job_of(loaded, topology)
-    samples = wanted_samples((job.train, job.held_out))
+    samples = wanted_samples((job.inputs.train, job.inputs.held_out))
     encoding = Encoding(loaded.hidden_states.codec, loaded.hidden_states.dtype, HIDDEN)
-    size, none = job.config.vocab_size, float("nan")
+    size, none = job.known.config.vocab_size, float("nan")
     bad = dict(zip(samples, [("argmax", size), ("argmax", -1), ("logsumexp", none)], strict=False))
     with StoreWriter(tmp_path, provenance(job), encoding, shard_tokens=500) as writer:
         for name, one in samples.items():

@@ -91,7 +91,7 @@ def test_a_second_capture_captures_nothing(recipe, topology):
 
     job = job_of(load_recipe(recipe), topology)
     opened = HiddenStateStore.open(str(store), store_provenance(job))
-    assert opened.missing(sample.id for part in (job.train, job.held_out) for sample in part) == []
+    assert opened.missing(sample.id for part in (job.inputs.train, job.inputs.held_out) for sample in part) == []
 
 
 def test_an_export_is_judged_by_itself_as_after_training(recipe, topology):

@@ -26,9 +26,9 @@ from eagle3.draft.config import DraftConfig, drafted_tokens
 from eagle3.draft.derivation import derive_draft, derived_rope
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
+from eagle3.jobs.derived import require_judgeable, shape_draft
 from eagle3.jobs.new_recipe import GPU_BYTES, NODE, planned, refreshed, rope_in_words
 from eagle3.jobs.plan import planned_step
-from eagle3.jobs.prospect import Prospect, require_judgeable
 from eagle3.planning.fitting import RESERVED, PlannedStream
 from eagle3.recipe.loading import checked_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
@@ -64,7 +64,7 @@ def test_every_published_config_has_a_recipe_but_the_one_without_a_class():
 def test_a_recipe_plans_and_fits_on_one_node_or_if_its_batch_is_smaller_on_one_gpu(name, facts):
     recipe = recipe_of(name)
     gpus = NODE if recipe.training.global_batch_size >= NODE else 1
-    planned = planned_step(Prospect.of(recipe, facts[name].config), gpus, ZERO2, packed=True)
+    planned = planned_step(recipe, shape_draft(recipe, facts[name].config), gpus, ZERO2, packed=True)
     documents, left = divmod(recipe.training.global_batch_size, planned.sizes.data * recipe.training.accumulation)
     assert left == 0
     stream = PlannedStream(documents * recipe.data.max_length, documents, 1.0)
@@ -218,7 +218,7 @@ def test_a_target_whose_state_cannot_be_rolled_back_is_not_judged_after_training
     for recipe in ("qwen3.5-27b", "qwen3-next-80b-a3b"):
         assert load_recipe(RECIPES[recipe]).evaluation.conversations == 0
     recipe = load_recipe(RECIPES["qwen3.5-27b"], ["evaluation.conversations=4"])
-    Prospect.of(recipe, config)  # planning and capturing do not judge
+    shape_draft(recipe, config)  # planning and capturing do not judge
     with pytest.raises(UserError, match="evaluation.conversations: 4, but the target's layers carry a state"):
         require_judgeable(recipe, config)
 
@@ -255,7 +255,7 @@ def test_a_vocabulary_below_32_000_is_drafted_whole():
 def test_a_drafts_config_gives_its_whole_shape_and_the_recipes_keys_override_it(tmp_path, facts):
     name, target = "qwen3-8b", facts["qwen3-8b"].config
     other = replace(
-        Prospect.of(recipe_of(name), target).shape,
+        shape_draft(recipe_of(name), target),
         **dict.fromkeys(("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual"), True),
         **{"intermediate_size": 512, "draft_vocab_size": 16_000, "aux_layers": (2, 10, 20), "window": 64},
     )
@@ -265,7 +265,7 @@ def test_a_drafts_config_gives_its_whole_shape_and_the_recipes_keys_override_it(
     def shape(**changes) -> DraftConfig:
         draft = model["draft"] | changes.pop("draft", {})
         recipe = checked_recipe({"model": {**model, **changes, "draft": draft}, "data": {"train": ["x"]}}, "test")
-        return Prospect.of(recipe, target).shape
+        return shape_draft(recipe, target)
 
     assert shape() == other
     overridden = shape(aux_layers=[1, 2, 3], draft={"vocab_size": 100, "window": 32, "intermediate_size": 256})

@@ -18,7 +18,7 @@ from sglang_cpu.environment import sglang_environment
 from test_sglang_capture import ALLOWED
 
 from eagle3.draft.config import DraftConfig
-from eagle3.jobs.prospect import Prospect
+from eagle3.jobs.derived import shape_draft
 from eagle3.recipe.loading import load_recipe
 from eagle3.states.rows import Rows
 from eagle3.targets.aux_layers import default_aux_layers
@@ -168,7 +168,7 @@ def test_sglang_rotates_every_draft_as_training_does_at_the_size_of_the_model(tm
     """Compares the tables for all positions, without a model of that size."""
     for recipe in with_class():
         read, target = load_recipe(RECIPES / f"{recipe}.yaml"), target_config(FAMILIES / recipe)
-        draft = Prospect.of(read, target).shape
+        draft = shape_draft(read, target)
         (tmp_path / recipe).mkdir()
         (tmp_path / recipe / "config.json").write_text(json.dumps(draft.to_json("bfloat16")))
     results = in_sglang("tests/support/rotation_worker.py", *(str(tmp_path / recipe) for recipe in with_class()))

@@ -29,8 +29,8 @@ def run_recipe(name: str, target: Path, folder: Path, topology: Topology) -> Rec
     """The recipe as it was run. The run is in folder/run, the store in folder/store."""
     recipe = load_recipe(recipe_file(name, folder), overrides(target, folder))
     job = job_of(recipe, topology)
-    assert len(job.train) + len(job.held_out) == len(conversations())
-    samples = wanted_samples((job.train, job.held_out))
+    assert len(job.inputs.train) + len(job.inputs.held_out) == len(conversations())
+    samples = wanted_samples((job.inputs.train, job.inputs.held_out))
     console = Console(topology.is_first)
     with watched_capture(recipe, topology) as watchdog:
         fill(job, samples, Part(0, 1), topology, console, watchdog)

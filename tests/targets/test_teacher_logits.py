@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eagle3.errors import UserError
 from eagle3.jobs.capture import ShareCourse
+from eagle3.jobs.derived import store_encoding
 from eagle3.jobs.job import start_target
-from eagle3.jobs.prospect import store_encoding
 from eagle3.jobs.provenance import provenance, store_provenance
 from eagle3.jobs.train import train
 from eagle3.objective.distill import Teacher
@@ -145,9 +145,9 @@ def test_a_transform_scales_and_then_caps():
 def capture_logits(recipe: Recipe, topology: Topology) -> None:
     """Captures as capture.py does, in one process."""
     job = job_of(recipe, topology)
-    running = start_target(job, topology.device, job.vocabulary)
-    encoding = store_encoding(job)
-    samples = list(wanted_samples((job.train, job.held_out)).values())
+    running = start_target(job.known, topology.device, job.vocabulary)
+    encoding = store_encoding(job.recipe, job.shape)
+    samples = list(wanted_samples((job.inputs.train, job.inputs.held_out)).values())
     with StoreWriter(recipe.hidden_states.path, provenance(job), encoding) as writer:
         capture(running, [samples], writer, ShareCourse(len(samples), sum(one.tokens for one in samples), print, print))
     written = sum(path.stat().st_size for path in Path(recipe.hidden_states.path).glob("*.safetensors"))
@@ -155,7 +155,7 @@ def capture_logits(recipe: Recipe, topology: Topology) -> None:
     findings = check_store(
         recipe.hidden_states.path,
         store_provenance(job),
-        [sample_id for part in (job.train, job.held_out) for sample_id in part.sample_ids],
+        [sample_id for part in (job.inputs.train, job.inputs.held_out) for sample_id in part.sample_ids],
         lambda count, shards: None,
     )
     assert findings.problems == [] and findings.samples == len(samples)
@@ -200,9 +200,9 @@ def test_no_codec_rounds_logits_to_8_bits(tmp_path, target, topology, codec):
     overrides = [LOGITS, f"hidden_states.path={tmp_path / 'store'}", f"hidden_states.codec={codec}"]
     recipe = load_recipe(path, [*overrides, "hidden_states.mode=stored"])
     job = job_of(recipe, topology)
-    running = start_target(job, topology.device, job.vocabulary)
-    encoding = store_encoding(job)
-    samples = list(wanted_samples((job.held_out,)).values())
+    running = start_target(job.known, topology.device, job.vocabulary)
+    encoding = store_encoding(job.recipe, job.shape)
+    samples = list(wanted_samples((job.inputs.held_out,)).values())
     with StoreWriter(tmp_path / "store", provenance(job), encoding) as writer:
         capture(running, [samples], writer, ShareCourse(len(samples), sum(one.tokens for one in samples), print, print))
     store = HiddenStateStore.open(str(tmp_path / "store"), store_provenance(job))

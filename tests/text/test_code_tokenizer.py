@@ -82,7 +82,7 @@ def test_the_tokenizers_code_runs_alone_and_the_mask_is_right(recipe, topology):
     torch.set_num_threads(1)
     trusting = load_recipe(recipe, ["model.trust_remote_code=tokenizer"])
     inputs = inputs_of(trusting, topology.device)
-    assert type(inputs.tokenizer).__name__ == "Bytes" and not inputs.tokenizer.is_fast
+    assert type(inputs.known.tokenizer).__name__ == "Bytes" and not inputs.known.tokenizer.is_fast
     for row, sample in zip(ROWS, inputs.train, strict=True):
         answers = [content for role, content in row if role == "assistant"]
         assert text_of(sample, supervised=True) == "".join(f"{answer}<|im_end|>" for answer in answers)

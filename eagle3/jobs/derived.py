@@ -1,11 +1,12 @@
 """What follows from a recipe and its target's config alone. Needs neither Megatron nor any data, so that recipes are
 written and plans are made in seconds."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
+from eagle3.console import Say
 from eagle3.demo.target import demo_shape
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.draft.derivation import derive_draft
@@ -24,20 +25,6 @@ OVERRIDABLE = (
     *("max_position_embeddings", "rope_parameters", "rms_norm_eps", "window", "fc_norm", "norm_output"),
 )
 GIVEN = (*OVERRIDABLE, "norm_before_fc", "norm_before_residual", "qk_norm", "attention_bias")
-
-
-@dataclass(frozen=True)
-class Prospect:
-    """Everything that follows from a recipe and its target's config alone. A Job is one too."""
-
-    recipe: Recipe
-    shape: DraftConfig  # the draft's
-
-    @staticmethod
-    def of(recipe: Recipe, config: PretrainedConfig | None = None) -> "Prospect":
-        """Derive the draft's shape. Raises UserError if none can be derived. config: default: as `config_of` gives
-        it."""
-        return Prospect(recipe, shape_draft(recipe, config or config_of(recipe)))
 
 
 def config_of(recipe: Recipe) -> PretrainedConfig:
@@ -70,6 +57,21 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocab
     origin = "model.draft.window" if draft.config is None or draft.window is not None else str(draft.config)
     shape.check_chain(recipe.training.ttt_steps, "training.ttt_steps", origin)
     shape.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
+    return shape
+
+
+def require_fitting_draft(recipe: Recipe, target: PretrainedConfig, warn: Say) -> DraftConfig:
+    """The draft's shape. Raises UserError unless such a draft can be trained for this target, in the recipe's layout,
+    and judged. `train.py --check` asks this as train.py does."""
+    shape, sizes = shape_draft(recipe, target), recipe.parallelism
+    require_judgeable(recipe, target)
+    require_fitting_start(recipe, shape)
+    shape.check_parallel(sizes.tensor, sizes.ulysses)
+    if shape.aux_layers[-1] == target.num_hidden_layers - 1 > 2:
+        warn(
+            f"model.aux_layers: {list(shape.aux_layers)} has the output of the target's last layer, which SGLang does "
+            "not capture, so it will not serve this draft; name lower layers to serve it there"
+        )
     return shape
 
 
@@ -138,9 +140,8 @@ def stored_settings(recipe: Recipe) -> dict[str, Any]:
     return {"codec": hidden.codec, "dtype": hidden.dtype, **rows}
 
 
-def store_encoding(prospect: Prospect) -> Encoding:
-    """How rows are encoded in a store."""
-    recipe, shape = prospect.recipe, prospect.shape
+def store_encoding(recipe: Recipe, shape: DraftConfig) -> Encoding:
+    """How rows are encoded in a store. shape: the draft's"""
     width = shape.draft_vocab_size if recipe.target.teacher == "logits" else None
     states = shape.num_aux_hidden_states
     return Encoding(
