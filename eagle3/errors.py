@@ -91,6 +91,13 @@ def first_sentence(error: Exception) -> str:
     return str(error).partition(". ")[0]
 
 
+def in_one_line(error: Exception) -> str:
+    """The message of the operating system or a library, without a stack trace."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def run_command(main: Callable[[], int | None], notice: str = "") -> None:
     """Runs a launcher's `main`. A UserError becomes its line (or lines) on stderr and exit code 2, never a traceback.
 

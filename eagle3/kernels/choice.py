@@ -13,23 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from eagle3 import operators
-from eagle3.attention import block, cuda, plain, shared
+import eagle3
 from eagle3.attention.block import BlockKernels, block_candidates, own_candidates
+from eagle3.attention.cuda import has_flash4
 from eagle3.console import Console
-from eagle3.draft import pointwise, rope
 from eagle3.draft.pointwise import pointwise_candidates
 from eagle3.durable import Lock, file_digest, lock, write_text
 from eagle3.errors import SharedUserError
-from eagle3.kernels import blocks, loss, proof
-from eagle3.kernels import own as own_proof
-from eagle3.kernels import pointwise as pointwise_proof
 from eagle3.kernels.blocks import prove_blocks
 from eagle3.kernels.loss import prove_loss
 from eagle3.kernels.own import prove_own
 from eagle3.kernels.pointwise import prove_pointwise
 from eagle3.kernels.proof import Demand, Verdict
-from eagle3.objective import distill, softmaxes
 from eagle3.objective.distill import loss_candidates
 from eagle3.objective.model import Kernels
 from eagle3.parallel.topology import gathered
@@ -39,29 +34,7 @@ from eagle3.preflight.sameness import versions
 OWN, POINTWISE, LOSS = "own", "pointwise", "loss"
 OTHERS = (OWN, POINTWISE, LOSS)
 OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
-MODULES = (
-    block,
-    cuda,
-    plain,
-    shared,
-    operators,
-    pointwise,
-    rope,
-    distill,
-    softmaxes,
-    proof,
-    blocks,
-    own_proof,
-    pointwise_proof,
-    loss,
-)
-# The import of the last three needs Triton.
-SOURCES = [
-    *(Path(module.__file__) for module in MODULES),
-    Path(block.__file__).with_name("fused_own.py"),
-    Path(pointwise.__file__).with_name("fused_pointwise.py"),
-    Path(distill.__file__).with_name("fused.py"),
-]
+SOURCES = ("attention/*.py", "draft/*.py", "objective/*.py", "kernels/*.py", "operators.py")  # of kernels and proofs
 DRIVER = Path("/proc/driver/nvidia/version")
 SETTINGS = ("NVIDIA_TF32", "CUBLAS", "TORCH_BLAS", "FLASH_ATTENTION")  # environment variables that change kernels
 
@@ -183,7 +156,7 @@ def choose_kernels(
     if device.type != "cuda":
         names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.of_kind.items()}
         return Choice(candidates.kernels(names), {})
-    if cache and cuda.has_flash4(device):
+    if cache and has_flash4(device):
         _keep_compiled(cache / "flash4")
     known = {kind: [each.name for each in kernels] for kind, kernels in candidates.of_kind.items()}
 
@@ -290,6 +263,7 @@ def remembered(file: Path, kernels: Mapping[str, list[str]], prove: Callable[[],
 
 def _key(demand: Demand, pinned: str, device: torch.device) -> str:
     """Digest of everything that a verdict depends on."""
+    package = Path(eagle3.__file__).parent
     facts = {
         **{name: str(value) for name, value in asdict(demand).items()},
         "pinned": pinned,
@@ -306,6 +280,6 @@ def _key(demand: Demand, pinned: str, device: torch.device) -> str:
                 if name.startswith(SETTINGS) and not name.startswith(FLASH4_CACHE)
             ),
         ],
-        "sources": [file_digest(path) for path in SOURCES],
+        "sources": [file_digest(path) for pattern in SOURCES for path in sorted(package.glob(pattern))],
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from eagle3.draft.config import DraftConfig
-from eagle3.preflight.cluster import in_one_line
+from eagle3.errors import in_one_line
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 1.25e-3, torch.float32: 1e-4, torch.float64: 1e-10}
 LSE_BOUND = 1e-4  # in every format: it is summed in fp32 or wider

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from eagle3.errors import SharedUserError
+from eagle3.errors import SharedUserError, in_one_line
 from eagle3.parallel.topology import job_store, node_name
 
 Gather = Callable[[Any], list[Any]]
@@ -150,10 +150,3 @@ def store_gather(timeout: datetime.timedelta) -> StoreGather:
 def join(gather: Gather, rank: int) -> Cluster:
     """Finds out which rank is on which node. Collective."""
     return Cluster(rank, tuple(gather(node_name())), gather)
-
-
-def in_one_line(error: Exception) -> str:
-    """The message of the operating system or a library, without a stack trace."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
