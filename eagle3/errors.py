@@ -91,6 +91,13 @@ def first_sentence(error: Exception) -> str:
     return str(error).partition(". ")[0]
 
 
+def refuse(where: str, *mistakes: tuple[Any, str]) -> None:
+    """Raises UserError for the first mistake that was made. Each is given as (whether it was made, message)."""
+    for wrong, message in mistakes:
+        if wrong:
+            raise UserError(f"{where}: {message}")
+
+
 def in_one_line(error: Exception) -> str:
     """The message of the operating system or a library, without a stack trace."""
     if isinstance(error, OSError) and error.strerror:

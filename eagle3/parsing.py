@@ -126,3 +126,8 @@ class _PlainLoader(yaml.SafeLoader):
 
 def _refused(where: yaml.Node | yaml.Event, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is a number that a float can hold. Booleans do not count."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300

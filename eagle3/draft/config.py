@@ -1,25 +1,14 @@
 """The shape of a draft (sizes, rope, window): read from an exported config.json and written back to one."""
 
 import hashlib
-import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from eagle3.draft.rope_parameters import complete_rope, rope_parameters
 from eagle3.durable import file_digest
-from eagle3.errors import SharedUserError, UserError, shown
-from eagle3.parsing import read_json_object
-
-# The required and the optional keys of each rope type.
-ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "default": ((), ()),
-    "linear": (("factor",), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
-    "yarn": (
-        ("factor", "original_max_position_embeddings"),
-        ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "attn_factor", "truncate"),
-    ),
-}
+from eagle3.errors import SharedUserError, UserError, refuse, shown
+from eagle3.parsing import is_number, read_json_object
 
 # Under eagle_config, layers count from 0, for SGLang; at the top level they count from 1, for vLLM. See _aux_layers.
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -27,10 +16,6 @@ _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _PLAIN = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
 _NORMED = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
-_ROPE_NUMBERS = (
-    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "attn_factor", "partial_rotary_factor"),
-)
 MOST_AUX_LAYERS = 8  # that a draft reads
 DRAFTED_TOKENS = 32_000  # size of the draft vocabulary in EAGLE3's own drafts
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -66,21 +51,21 @@ class DraftConfig:
     def __post_init__(self) -> None:
         names = (*_SHAPE, "target_hidden_size", "vocab_size", "draft_vocab_size", "max_position_embeddings")
         sizes = {name: getattr(self, name) for name in names}
-        _refuse(
+        refuse(
             "draft config",
             *(
                 (
-                    not (_is_number(size) and isinstance(size, int) and size > 0),
+                    not (is_number(size) and isinstance(size, int) and size > 0),
                     f"{name} is {shown(size)}, not a number of 1 or more; give one under model.draft",
                 )
                 for name, size in sizes.items()
             ),
             (
-                not (_is_number(self.rms_norm_eps) and self.rms_norm_eps > 0),
+                not (is_number(self.rms_norm_eps) and self.rms_norm_eps > 0),
                 f"rms_norm_eps is {shown(self.rms_norm_eps)}, not a positive number; give one under model.draft",
             ),
         )
-        _refuse(
+        refuse(
             "draft config",
             (
                 self.num_attention_heads % self.num_key_value_heads,
@@ -100,10 +85,7 @@ class DraftConfig:
         )
         if self.aux_layers is not None:
             object.__setattr__(self, "num_aux_hidden_states", len(self.aux_layers))
-        rope = {"rope_type": "default", "rope_theta": 10000.0, **self.rope_parameters}
-        _check_rope(rope)
-        whole = _with_attention_factor(rope) if rope["rope_type"] == "yarn" else rope
-        object.__setattr__(self, "rope_parameters", whole)
+        object.__setattr__(self, "rope_parameters", complete_rope(self.rope_parameters))
 
     @property
     def aux_width(self) -> int:
@@ -156,7 +138,7 @@ class DraftConfig:
         needed = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
         eagle = values.get("eagle_config") or {}
         layers, act = values.get("num_hidden_layers", 1), values.get("hidden_act", "silu")
-        _refuse(
+        refuse(
             origin,
             *(
                 (name not in values, f"{name} is missing; this is not the config.json of an EAGLE3 draft")
@@ -254,64 +236,6 @@ class DraftConfig:
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 
-def _refuse(where: str, *mistakes: tuple[Any, str]) -> None:
-    """Raises UserError for the first mistake that was made. Each is given as (whether it was made, message)."""
-    for wrong, message in mistakes:
-        if wrong:
-            raise UserError(f"{where}: {message}")
-
-
-def _check_rope(rope: dict[str, Any]) -> None:
-    """Raises UserError for a rope that no draft can have."""
-    kind = rope["rope_type"]
-    nested = [name for name, value in rope.items() if isinstance(value, dict)]
-    numbers = {name: rope[name] for name in _ROPE_NUMBERS if rope.get(name) is not None}
-    _refuse(
-        "draft config",
-        (nested, f"rope_parameters differ by layer type ({', '.join(nested)}); give the draft's one layer one of them"),
-        *(
-            (
-                not (_is_number(value) and (value > 0 or value == 0 and name.startswith("mscale"))),
-                f"{name} of its rope is {shown(value)}, not a positive number; fix rope_parameters",
-            )
-            for name, value in numbers.items()
-        ),
-        (not isinstance(kind, str) or kind not in ROPE_TYPES, _no_such_rope(kind)),
-    )
-    _refuse(
-        "draft config",
-        *(
-            (rope.get(key) is None, f"rope_type {kind!r} needs {key}; add it to rope_parameters")
-            for key in ROPE_TYPES[kind][0]
-        ),
-        (
-            rope.get("partial_rotary_factor") not in (None, 1, 1.0),
-            "partial_rotary_factor is not 1; serving engines rotate the whole head of an EAGLE3 "
-            "draft: set model.draft.rope_parameters without it",
-        ),
-    )
-
-
-def check_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
-    """Returns a recipe's rope parameters unchanged. Raises ValueError for a type that a draft cannot have, and for a
-    key that the type ignores. (A target's own parameters may have more keys: see rope_parameters.)"""
-    kind = rope.get("rope_type", "default")
-    if "type" in rope:
-        raise ValueError("type is not a key here; write rope_type")
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise ValueError(_no_such_rope(kind))
-    needed, optional = ROPE_TYPES[kind]
-    own = ("rope_type", "rope_theta", *needed, *optional)
-    for name in rope:
-        if name not in own:
-            raise ValueError(f"{shown(name)} is not a key of rope_type {kind}, which takes {', '.join(own)}")
-    return rope
-
-
-def _no_such_rope(kind: Any) -> str:
-    return f"rope_type {shown(kind)} is not supported; use one of {', '.join(ROPE_TYPES)}"
-
-
 def drafted_tokens(chosen: int | None, target_vocab_size: int) -> int:
     """Size of the draft vocabulary: the recipe's choice or, if there is none, the default. Raises UserError if it
     exceeds the target's vocabulary."""
@@ -374,7 +298,7 @@ def _aux_states(values: dict[str, Any], layers: tuple[int, ...] | None, origin: 
     the two are not the same, or no draft has so many."""
     states = values.get("num_aux_hidden_states") or len(layers or range(3))
     named = states if layers is None else len(layers)
-    _refuse(
+    refuse(
         origin,
         (
             type(states) is not int or not 1 <= states <= MOST_AUX_LAYERS or states != named,
@@ -392,7 +316,7 @@ def _window(values: dict[str, Any], origin: str) -> int | None:
     off = not values.get("use_sliding_window", values.get("model_type") != _NORMED["model_type"])
     if not isinstance(kinds, list) or any(kind not in (_SLIDING, _FULL) for kind in kinds):
         raise UserError(f"{origin}: layer_types is {shown(kinds)}; a draft's layer is {_SLIDING} or {_FULL}")
-    _refuse(
+    refuse(
         origin,
         (len(set(kinds)) > 1, f"layer_types is {shown(kinds)}, but a draft has one layer; name only its kind"),
         (
@@ -403,7 +327,7 @@ def _window(values: dict[str, Any], origin: str) -> int | None:
     )
     if _SLIDING not in kinds:
         return None
-    _refuse(
+    refuse(
         origin,
         (off, f"layer_types says {_SLIDING}, but use_sliding_window is false; remove one of them"),
         (window is None, f"layer_types says {_SLIDING}, but sliding_window is missing; add the number of keys"),
@@ -420,46 +344,3 @@ def _layer_ids(values: dict[str, Any], place: str, first: int, key: str = _AUX_L
     if not isinstance(layers, list) or any(type(layer) is not int or layer < first for layer in layers):
         raise UserError(f"{place}{key} is {layers!r}, not a list of layers counted from {first}; fix the file")
     return layers
-
-
-def rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
-    """Reads the rope parameters from either spelling: `rope_parameters`, or `rope_theta` beside `rope_scaling` (in
-    which the type may be called `type`)."""
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise UserError(f"config.json: the rope parameters are {shown(rope)}, not a dictionary; fix the file")
-    rope, theta = dict(rope), values.get("rope_theta") or 10000.0
-    rope.setdefault("rope_type", rope.pop("type", None) or "default")
-    rope.setdefault("rope_theta", float(theta) if _is_number(theta) else theta)
-    if rope["rope_type"] == "yarn" and values.get("max_position_embeddings"):  # as transformers and SGLang do
-        rope.setdefault("original_max_position_embeddings", values["max_position_embeddings"])
-    return rope
-
-
-def yarn_reach(rope: dict[str, Any]) -> int:
-    """The positions to which YaRN stretches a rope; 0 for another rope. Readers take max_position_embeddings for scaled
-    ones, and vLLM 0.33.0 serves no longer context (config/model.py)."""
-    factors = rope.get("factor"), rope.get("original_max_position_embeddings")
-    return int(math.prod(factors)) if rope.get("rope_type") == "yarn" and all(map(_is_number, factors)) else 0
-
-
-def _is_number(value: Any) -> bool:
-    """Whether `value` is a number that a float can hold. Booleans do not count."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-
-
-def _with_attention_factor(rope: dict[str, Any]) -> dict[str, Any]:
-    """Writes YaRN's attention factor in a form from which every reader gets the same number. transformers reads
-    attention_factor, or mscale and mscale_all_dim. Engines multiply their own default, 0.1 ln(factor) + 1, by
-    attn_factor, and may not know the other keys."""
-    rope = dict(rope)
-    one, all_dim, multiplier = (rope.pop(name, None) for name in ("mscale", "mscale_all_dim", "attn_factor"))
-    stretch = 0.1 * math.log(max(rope["factor"], 1))
-    if rope.get("attention_factor") is None:
-        if one and all_dim:
-            rope["attention_factor"] = (one * stretch + 1) / (all_dim * stretch + 1)
-        elif multiplier is not None:
-            rope["attention_factor"] = multiplier * (stretch + 1)
-        else:
-            return rope
-    return rope | {"attn_factor": rope["attention_factor"] / (stretch + 1)}

@@ -5,7 +5,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from eagle3.draft.config import ROPE_TYPES, DraftConfig, rope_parameters, yarn_reach
+from eagle3.draft.config import DraftConfig
+from eagle3.draft.rope_parameters import ROPE_TYPES, rope_parameters, yarn_reach
 from eagle3.errors import UserError
 
 # How configs call the number of experts that a token uses.

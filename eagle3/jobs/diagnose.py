@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from eagle3.console import Console, Progress
-from eagle3.draft.config import DraftConfig, rope_parameters
+from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import ExportedDraft, read_exported
+from eagle3.draft.rope_parameters import rope_parameters
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.by_context import ContextJudgement, DecodedContext

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
-from eagle3.draft.config import MOST_AUX_LAYERS, check_rope_keys
+from eagle3.draft.config import MOST_AUX_LAYERS
+from eagle3.draft.rope_parameters import check_rope_keys
 from eagle3.recipe.section import Count, Fraction, LocalPath, LocalText, Named, Positive, Precision, Section, no_url
 from eagle3.text.datasets import preset_source
 
