@@ -105,10 +105,10 @@ def hidden_states(recipe_file: Path, tokens: int) -> list[Sample]:
     recipe, topology = load_recipe(recipe_file), start_distributed()
     say = partial(print, flush=True)
     job = choose_draft(gather_inputs(find_target(recipe, topology.device, say), say), say)
-    target = start_target(job, topology.device, job.vocabulary)
+    target = start_target(job.known, topology.device, job.vocabulary)
     chosen, total = [], 0
-    for place in range(len(job.train)):
-        chosen.append(job.train[place])
+    for place in range(len(job.inputs.train)):
+        chosen.append(job.inputs.train[place])
         total += len(chosen[-1].ids)
         if total >= tokens:
             break
