@@ -60,19 +60,16 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocab
     return shape
 
 
-def require_fitting_draft(recipe: Recipe, target: PretrainedConfig, warn: Say) -> DraftConfig:
-    """The draft's shape. Raises UserError unless such a draft can be trained for this target, in the recipe's layout,
-    and judged. `train.py --check` asks this as train.py does."""
-    shape, sizes = shape_draft(recipe, target), recipe.parallelism
-    require_judgeable(recipe, target)
+def require_fitting_draft(recipe: Recipe, shape: DraftConfig, target: PretrainedConfig, warn: Say) -> None:
+    """Raises UserError unless a draft of this shape can begin as the recipe says, in its layout. train.py asks this of
+    the shape with the chosen vocabulary, `train.py --check` of the one that the recipe leads to expect."""
     require_fitting_start(recipe, shape)
-    shape.check_parallel(sizes.tensor, sizes.ulysses)
+    shape.check_parallel(recipe.parallelism.tensor, recipe.parallelism.ulysses)
     if shape.aux_layers[-1] == target.num_hidden_layers - 1 > 2:
         warn(
             f"model.aux_layers: {list(shape.aux_layers)} has the output of the target's last layer, which SGLang does "
             "not capture, so it will not serve this draft; name lower layers to serve it there"
         )
-    return shape
 
 
 def require_judgeable(recipe: Recipe, target: PretrainedConfig) -> None:

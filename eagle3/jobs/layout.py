@@ -7,7 +7,7 @@ from transformers import PretrainedConfig
 
 from eagle3.console import Say
 from eagle3.errors import UserError
-from eagle3.jobs.derived import config_of, require_fitting_draft
+from eagle3.jobs.derived import config_of, require_fitting_draft, require_judgeable, shape_draft
 from eagle3.jobs.job import find_target
 from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store
 from eagle3.parallel.sizes import check_sizes, read_job_size
@@ -35,7 +35,9 @@ def check_layout(recipe: Recipe, deepspeed_file: Path, job: str, warn: Say) -> s
     if recipe.hidden_states.mode == "stored":
         require_fitting_settings(recipe)
     if config := _config_if_here(recipe, warn):
-        shape = require_fitting_draft(recipe, config, warn)
+        require_judgeable(recipe, config)
+        shape = shape_draft(recipe, config)
+        require_fitting_draft(recipe, shape, config, warn)
         if recipe.data.max_length > shape.max_position_embeddings:
             warn(
                 f"data.max_length: {recipe.data.max_length}, but the draft only reaches "

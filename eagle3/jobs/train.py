@@ -18,7 +18,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
-from eagle3.jobs.derived import require_fitting_draft
+from eagle3.jobs.derived import require_fitting_draft, require_judgeable
 from eagle3.jobs.description import describe_run
 from eagle3.jobs.evaluate import held_out_prompts, judge, judgement_record, texts_of
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
@@ -163,7 +163,7 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
     if stored:
         run.on_first(lambda: require_fitting_settings(recipe))
     known = find_target(recipe, run.topology.device, console)
-    require_fitting_draft(recipe, known.config, console.warn)
+    require_judgeable(recipe, known.config)
     if stored:
         run.on_first(lambda: require_fitting_store(known))
     inputs = gather_inputs(known, console)
@@ -172,6 +172,7 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
     if run.continues:
         run.on_first(lambda: run.folder.require_same_inputs(input_digests(inputs), console.warn))
     job = choose_draft(inputs, console)
+    require_fitting_draft(recipe, job.shape, known.config, console.warn)
     job.shape.check_context(int(job.inputs.train.lengths.max()))
     itemsize = getattr(torch, recipe.training.dtype).itemsize
     require_room(run.folder.path, checkpoint_bytes(job.shape, recipe.parallelism.tensor, itemsize))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from jobs import inputs_of, job_of
 from places import ZERO2
+from safetensors.torch import save_file
 from tiny_run import conversations, deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3 import hub
@@ -365,6 +366,15 @@ def export(folder, target, topology, **changes):
     return folder
 
 
+def test_a_given_vocabulary_that_tensor_ranks_cannot_divide_is_refused_as_it_is(recipe, topology, target, tmp_path):
+    """By its own size, and not by that of the vocabulary that would have been chosen, which could be divided."""
+    size = json.loads((target / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    save_file({"t2d": torch.arange(size) < 199}, tmp_path / "odd.safetensors")
+    given = f"model.draft.vocabulary={tmp_path / 'odd.safetensors'}"
+    message = complaint(recipe, topology, given, "model.draft.vocab_size=null", "parallelism.tensor=2")
+    assert message.startswith("parallelism.tensor: 2 does not divide the draft's draft_vocab_size 199; ")
+
+
 def test_a_warm_start_from_another_shape_names_the_size(recipe, topology, target, tmp_path):
     wide = export(tmp_path / "wide", target, topology, hidden_size=64, target_hidden_size=64)
     message = complaint(recipe, topology, f"model.draft.init_from={wide}")
@@ -376,13 +386,15 @@ def test_a_warm_start_from_another_shape_names_the_size(recipe, topology, target
     for key, value in (("model.draft.intermediate_size", 96), ("model.aux_layers", [0, 1, 2])):
         remedy = f"leave out {key} and set model.draft.config to {tmp_path / 'same'}/config.json, or train without"
         assert remedy in complaint(recipe, topology, same, f"{key}={value}")
-    message = complaint(recipe, topology, same, "model.draft.vocab_size=100")
-    assert message.startswith("model.draft.vocab_size: 100, but ")
-    assert "has 200 draft tokens; leave vocab_size out" in message
     config = json.loads((tmp_path / "same" / "config.json").read_text(encoding="utf-8"))
     window = {"layer_types": ["sliding_attention"], "sliding_window": 5}
     (tmp_path / "same" / "config.json").write_text(json.dumps(config | window), encoding="utf-8")
     assert "has a window of 5 keys, this run's draft full attention; set" in complaint(recipe, topology, same)
+    message = complaint(recipe, topology, same, "model.draft.vocab_size=100")
+    assert (
+        message.startswith("model.draft.vocab_size: 100, but ")
+        and "has 200 draft tokens; leave vocab_size out" in message
+    )
 
 
 def test_a_warm_start_that_is_missing_or_damaged_is_named(recipe, topology, target, tmp_path):
