@@ -13,14 +13,13 @@ seed anew. SGLang decodes greedily, and only where it is installed.
 import argparse
 import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from reporting import origin, table
+from served_rows import ROOT, launch
 
-ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "quickstart.yaml"
 ANSWER = 112  # tokens of the demo target's answers, at most
 TEXTS = 120  # of the 236 held-out questions
@@ -71,10 +70,6 @@ def judgements(kind: str) -> dict[str, tuple[str, ...]]:
         return {f"judge-sampled-{seed}": ("--temperature", "1", "--seed", str(seed)) for seed in SEEDS}
     engines = [engine for engine in ENGINES if importlib.util.find_spec(engine)]
     return {f"judge-greedy-{engine}": ("--engine", engine) for engine in engines}
-
-
-def launch(script: str, *words: Any) -> None:
-    subprocess.run([sys.executable, str(ROOT / "launchers" / script), *map(str, words)], cwd=ROOT, check=True)
 
 
 def results(out: Path) -> list[dict[str, Any]]:
