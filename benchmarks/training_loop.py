@@ -37,7 +37,7 @@ from eagle3.states.rows import LastHidden, Rows
 from eagle3.text.samples import SampleSet
 from eagle3.training.checkpoint import Checkpoints
 from eagle3.training.deepspeed_file import deepspeed_config
-from eagle3.training.engine import gradient_scale, scheduler, start_engine
+from eagle3.training.engine import gradient_scale, start_engine, warmup_cosine
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.trainer import Trainer
 from eagle3.training.watched import watched
@@ -147,7 +147,7 @@ def trainer_of(case: Case, topology: Topology, recipe: Recipe, run: RunFolder, w
             FakeObjective(draft, topology, case.mode, case.memory),
             topology,
             deepspeed_config(ZERO2, training, topology.data.size()),
-            scheduler(STEPS, training.warmup_fraction, training.final_learning_rate_fraction),
+            warmup_cosine(STEPS, training.warmup_fraction, training.final_learning_rate_fraction),
         )
     return Trainer(
         recipe=recipe,

@@ -43,7 +43,7 @@ from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import save_vocabulary
 from eagle3.training.checkpoint import Checkpoints, written_otherwise
 from eagle3.training.deepspeed_file import deepspeed_config
-from eagle3.training.engine import full_weights, gradient_scale, scheduler, start_engine
+from eagle3.training.engine import full_weights, gradient_scale, start_engine, warmup_cosine
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.tracking import memory_gib, require_account
@@ -250,7 +250,7 @@ def _trainer(
         DraftObjective(draft, topology, sizes.ring_mode, memory, choice.kernels),
         topology,
         engine_config,
-        scheduler(steps, training.warmup_fraction, training.final_learning_rate_fraction),
+        warmup_cosine(steps, training.warmup_fraction, training.final_learning_rate_fraction),
     )
     make = _batch_maker(job, supply, draft, topology).micro_batch
     place = {

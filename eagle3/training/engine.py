@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -25,10 +26,10 @@ def start_engine(
     objective: DraftObjective,
     topology: Topology,
     config: dict[str, Any],
-    schedule: Callable[[torch.optim.Optimizer], LambdaLR] | None = None,
+    schedule: Callable[[int], float] | None = None,
 ) -> DeepSpeedEngine:
-    """Wraps the objective in DeepSpeed (ZeRO, AdamW) with this topology's groups. schedule: builds the learning-rate
-    schedule."""
+    """Wraps the objective in DeepSpeed (ZeRO, AdamW) with this topology's groups. schedule: the learning rate's factor
+    in each step; DeepSpeed steps it and stores it in checkpoints."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     objective.universal_checkpoint_info = universal_checkpoint_info(objective.draft, "draft.")
     engine, *_ = deepspeed.initialize(
@@ -36,7 +37,7 @@ def start_engine(
         model_parameters=[parameter for parameter in objective.parameters() if parameter.requires_grad],
         config=config,
         mpu=DeepSpeedGroups(topology),
-        lr_scheduler=schedule,
+        lr_scheduler=partial(LambdaLR, lr_lambda=schedule) if schedule else None,
     )
     return engine
 
@@ -54,11 +55,6 @@ def warmup_cosine(steps: int, warmup_fraction: float, final_fraction: float) -> 
         return final_fraction + (1 - final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
     return share
-
-
-def scheduler(steps: int, warmup_fraction: float, final_fraction: float) -> Callable[[torch.optim.Optimizer], LambdaLR]:
-    """The `lr_scheduler` argument for DeepSpeed, which steps the schedule and stores it in checkpoints."""
-    return lambda optimizer: LambdaLR(optimizer, warmup_cosine(steps, warmup_fraction, final_fraction))
 
 
 def gradient_scale(data_ranks: int, accumulation: int) -> int:

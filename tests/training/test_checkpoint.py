@@ -17,7 +17,7 @@ from eagle3.objective.model import DraftObjective
 from eagle3.recipe.schema import Training
 from eagle3.training.checkpoint import Checkpoints
 from eagle3.training.deepspeed_file import deepspeed_config
-from eagle3.training.engine import full_weights, scheduler, start_engine, warmup_cosine
+from eagle3.training.engine import full_weights, start_engine, warmup_cosine
 from eagle3.training.run_folder import RunFolder
 
 RUN = "0123456789abcdef" * 2
@@ -40,7 +40,7 @@ def engine(topology):
     draft = Eagle3Draft(DraftConfig(**SHAPE), topology.modules, torch.float32)
     training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=100)
     config = deepspeed_config(ZERO2, training, data_ranks=1)
-    return start_engine(DraftObjective(draft, topology), topology, config, scheduler(100, 0.1, 0.0))
+    return start_engine(DraftObjective(draft, topology), topology, config, warmup_cosine(100, 0.1, 0.0))
 
 
 def advance(engine, steps=1):
@@ -363,7 +363,7 @@ def test_the_engine_takes_the_schedules_rates(engine, topology, checkpoints):
     draft = Eagle3Draft(DraftConfig(**SHAPE), topology.modules, torch.float32)
     training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=10)
     config = deepspeed_config(ZERO2, training, data_ranks=1)
-    fresh, share = start_engine(DraftObjective(draft, topology), topology, config, scheduler(10, 0.3, 0.1)), []
+    fresh, share = start_engine(DraftObjective(draft, topology), topology, config, warmup_cosine(10, 0.3, 0.1)), []
     for _ in range(10):
         share.append(fresh.get_lr()[0] / 1e-2)
         before = weights(fresh)

@@ -23,7 +23,7 @@ from eagle3.patches import FORBID, FORCE
 from eagle3.recipe.schema import Training
 from eagle3.training.checkpoint import Checkpoints, _converted
 from eagle3.training.deepspeed_file import deepspeed_config
-from eagle3.training.engine import scheduler, start_engine
+from eagle3.training.engine import start_engine, warmup_cosine
 from eagle3.training.safe_loading import convert, plain_loads, require_plain
 
 FILES = ("mp_rank_*_model_states.pt", "*_optim_states.pt")
@@ -45,7 +45,7 @@ def build_engine(topology, universal):
     training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=100)
     config = deepspeed_config(ZERO2, training, data_ranks=1)
     config["checkpoint"] = {"load_universal": universal}
-    return start_engine(DraftObjective(draft, topology), topology, config, scheduler(100, 0.1, 0.0))
+    return start_engine(DraftObjective(draft, topology), topology, config, warmup_cosine(100, 0.1, 0.0))
 
 
 @pytest.fixture(scope="module")

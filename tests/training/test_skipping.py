@@ -18,7 +18,7 @@ from eagle3.patches import NormLimit
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Training
 from eagle3.training.deepspeed_file import deepspeed_config
-from eagle3.training.engine import scheduler, start_engine
+from eagle3.training.engine import start_engine, warmup_cosine
 
 LIMIT = 1e6
 
@@ -28,7 +28,7 @@ def fresh_engine(topology, dtype):
     draft = Eagle3Draft(DraftConfig(**SHAPE), topology.modules, getattr(torch, dtype))
     training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=10, dtype=dtype)
     config = deepspeed_config(ZERO2, training, data_ranks=1)
-    return start_engine(DraftObjective(draft, topology), topology, config, scheduler(10, 0.1, 0.0))
+    return start_engine(DraftObjective(draft, topology), topology, config, warmup_cosine(10, 0.1, 0.0))
 
 
 def spoil(engine, factor):
