@@ -17,7 +17,7 @@ from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.training.claim import holder_of
 from eagle3.training.deepspeed_file import read_deepspeed_file
-from eagle3.training.run_folder import Resume, RunFolder
+from eagle3.training.run_folder import RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
 
 ROOT = Path(__file__).parent.parent
@@ -125,7 +125,7 @@ def own_command() -> str:
 
 
 def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
-    console, resume = Console(is_first_rank(), options.quiet), Resume(options.resume)
+    console, resume = Console(is_first_rank(), options.quiet), options.resume
     parallelism = recipe.parallelism
     data = check_sizes("parallelism", parallelism.tensor, parallelism.ulysses, parallelism.ring, ranks_of(options))
     read_deepspeed_file(options.deepspeed, recipe.training, data)

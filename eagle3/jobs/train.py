@@ -76,7 +76,7 @@ def train(
     recipe: Recipe,
     deepspeed_file: Path,
     topology: Topology,
-    resume: Resume = Resume.NO,
+    resume: Resume = "no",
     stop: StopSignals | None = None,
     console: Console | None = None,
     finish: Finish = lambda folder, console: None,
@@ -170,7 +170,7 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
     if evaluation.conversations:
         held_out_prompts(inputs, evaluation.draft_tokens)
     if run.continues:
-        run.on_first(lambda: run.folder.require_same_inputs(input_digests(inputs), console.warn))
+        run.on_first(lambda: run.folder.require_same_inputs(input_digests(inputs)))
     job = choose_draft(inputs, console)
     require_fitting_draft(recipe, job.shape, known.config, console.warn)
     job.shape.check_context(int(job.inputs.train.lengths.max()))

@@ -24,7 +24,7 @@ from eagle3.finite import is_finite
 from eagle3.parallel.topology import agreed
 from eagle3.patches import collect_failures
 from eagle3.training import safe_loading
-from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem
+from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem, finished
 from eagle3.training.safe_loading import plain_loads, require_plain
 
 # How long the first rank waits to see the other nodes' files, since network file systems cache listings.
@@ -117,7 +117,7 @@ class Checkpoints:
             publish(partial, self.path(step))
         except OSError as error:
             raise UserError(str(error)) from error
-        for path in _finished(self.folder)[: -self.keep]:
+        for path in finished(self.folder)[: -self.keep]:
             if best_step is None or path != self.path(best_step):
                 shutil.rmtree(path)
 
@@ -126,7 +126,7 @@ class Checkpoints:
         damaged or belong to a different run are renamed, with a warning, so that they do not count towards `keep`.
         Raises UserError if there are checkpoints but none can be loaded."""
         problems: dict[Path, Problem] = {}
-        for path in reversed(_finished(self.folder)):
+        for path in reversed(finished(self.folder)):
             if (problem := self._problem(path)) is None:
                 self._set_aside(problems)
                 return self._load(engine, path)
@@ -184,12 +184,7 @@ class Checkpoints:
 
 def written_otherwise(folder: Path, processes: int, tensor: int) -> bool:
     """Whether `folder` has a checkpoint written by a different number of processes or tensor-parallel ranks."""
-    return any(_sizes(path) != Sizes(processes, tensor) for path in _finished(folder))
-
-
-def _finished(folder: Path) -> list[Path]:
-    """Published checkpoints, oldest first."""
-    return sorted(path for path in folder.glob("step-*") if path.suffix != ".partial")
+    return any(_sizes(path) != Sizes(processes, tensor) for path in finished(folder))
 
 
 def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:

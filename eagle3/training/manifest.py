@@ -4,6 +4,7 @@ is loaded."""
 import json
 import re
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path, PurePosixPath
 from typing import Annotated, NamedTuple
 
@@ -78,5 +79,9 @@ def _complete(names: Iterable[str]) -> bool:
     tensor = {int(match[1]) for match in map(MODEL_STATES.fullmatch, names) if match}
     ranks = {(int(match[1]), int(match[2])) for match in map(OPTIMIZER_STATES.fullmatch, names) if match}
     data = {rank for rank, _ in ranks}
-    gapless = data == {*range(len(data))} and tensor == {*range(len(tensor))}
-    return bool(ranks) and gapless and {rank for _, rank in ranks} == tensor and len(ranks) == len(data) * len(tensor)
+    return bool(ranks) and tensor == {*range(len(tensor))} and ranks == {*product(range(len(data)), tensor)}
+
+
+def finished(checkpoints: Path) -> list[Path]:
+    """The published checkpoints in this folder, oldest first."""
+    return sorted(checkpoints.glob("step-*[0-9]"))

@@ -6,10 +6,9 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from enum import Enum
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -22,7 +21,7 @@ from eagle3.recipe.loading import dump_recipe, leaves
 from eagle3.recipe.schema import Recipe
 from eagle3.sealed import DAMAGE, read_sealed, sealed
 from eagle3.training.claim import CLAIM, Claim
-from eagle3.training.manifest import Manifest
+from eagle3.training.manifest import Manifest, finished
 from eagle3.training.metrics_file import read_records
 
 # Keys that may change when a run is resumed. They affect what is reported or kept, or which rank computes what. Only
@@ -34,8 +33,6 @@ FREE_ON_RESUME = (
     *("training.accumulation", "training.hang_minutes", "training.keep_checkpoints", "training.most_skipped"),
     *("training.kernels", "training.profile", "training.skip_above_norm"),
 )
-# What a run did whose recipe is older than a key.
-BEFORE_THE_KEY = {"training.rows": "reference"}
 FILES = (
     *("recipe.yaml", "run_id.txt", "inputs.json", "metrics.jsonl", "draft_vocabulary.safetensors", "run.json"),
     *("evaluation.json", "by_context.json", "diagnosis.json", "report.html"),
@@ -49,14 +46,8 @@ OWN = re.compile(
 )
 RUN = "run"  # what run.json is sealed as
 MOST_NAMED = 3  # faults of metrics.jsonl in a line
-
-
-class Resume(Enum):
-    """Whether a run continues from its newest intact checkpoint. AUTO: it does if its folder holds a run."""
-
-    NO = "no"
-    YES = "yes"
-    AUTO = "auto"
+# Whether a run continues from its newest intact checkpoint. auto: it does if its folder holds a run.
+Resume = Literal["no", "yes", "auto"]
 
 
 class RunFolder:
@@ -104,7 +95,7 @@ class RunFolder:
             return token_hex(16)
         known = self.identity.read_bytes().decode("ascii", "replace").strip() if self.identity.is_file() else ""
         if not re.fullmatch("[0-9a-f]{32}", known):
-            written = {manifest.run for path in self._steps() if (manifest := Manifest.read(path))}
+            written = {manifest.run for path in finished(self.checkpoints) if (manifest := Manifest.read(path))}
             raise UserError(
                 f"{self.identity}: {'damaged' if self.identity.exists() else 'is missing'}; write into it what "
                 "manifest.json of this run's checkpoints has as run "
@@ -162,17 +153,17 @@ class RunFolder:
                     f"{self.path}: lies in the folder of another run, {path}; set output.dir to another place"
                 )
         self._require_own_names()
-        if resume is not Resume.NO and not self.recipe.exists() and self._steps() and not self._staging.exists():
+        if resume != "no" and not self.recipe.exists() and finished(self.checkpoints) and not self._staging.exists():
             raise UserError(
                 f"{self.recipe}: is missing, though there are checkpoints; put the run's recipe there (train.py "
                 "--print-recipe prints one), or start afresh without --resume"
             )
-        if resume is Resume.YES and not self.recipe.exists():
+        if resume == "yes" and not self.recipe.exists():
             raise UserError(f"{self.path}: holds no run to resume; fix output.dir, or leave out --resume")
-        if resume is Resume.NO or not self.recipe.exists():
+        if resume == "no" or not self.recipe.exists():
             self._require_place_of_its_own(recipe)
             return False
-        if (self.export / "config.json").exists() and not self._steps():
+        if (self.export / "config.json").exists() and not finished(self.checkpoints):
             raise UserError(
                 f"{self.checkpoints}: holds no checkpoint, though this run exported its draft; set output.dir to "
                 "another place, or start afresh without --resume, which moves aside what is there"
@@ -188,10 +179,10 @@ class RunFolder:
         free = (*FREE_ON_RESUME, *(() if recipe.hidden_states.mode == "stored" else ("hidden_states.path",)))
         old, new = (dict(leaves(values)) for values in (before, yaml.safe_load(dump_recipe(recipe))))
         for key in dict.fromkeys([*new, *old]):
-            was, now = old.get(key, BEFORE_THE_KEY.get(key)), new.get(key)
+            was, now = old.get(key), new.get(key)
             if was != now and not any(key == each or key.startswith(f"{each}.") for each in free):
                 afresh = "start afresh: without --resume, or with another output.dir"
-                if resume is Resume.AUTO:
+                if resume == "auto":
                     afresh = "start afresh with another output.dir (slurm_multi.sh adds --resume auto by itself)"
                 raise UserError(
                     f"{self.recipe}: {key} was {_value(was)}, now it is {_value(now)}; resume with the value the run "
@@ -217,15 +208,14 @@ class RunFolder:
                     "away; set output.dir to a folder of its own"
                 )
 
-    def require_same_inputs(self, inputs: dict[str, str], warn: Callable[[str], None]) -> None:
-        """Raises UserError if the run to be continued began with different inputs (see `begin`). If it began before
-        inputs were recorded, they cannot be compared, and `warn` is called with a line that says so."""
-        if not self.inputs.exists():
-            warn(f"{self.inputs}: is missing, so target and data were not compared with those that the run began with")
-            return
+    def require_same_inputs(self, inputs: dict[str, str]) -> None:
+        """Raises UserError if the run to be continued began with different inputs (see `begin`)."""
         before = _mapping(self.inputs, parse_json)
         if before is None:
-            raise UserError(f"{self.inputs}: damaged; remove it to resume without comparing target and data")
+            raise UserError(
+                f"{self.inputs}: missing or damaged, so target and data cannot be compared with those that the run "
+                "began with; put the run's own file there, or start afresh without --resume"
+            )
         for key, now in inputs.items():
             if before.get(key) != now:
                 raise UserError(
@@ -242,9 +232,6 @@ class RunFolder:
     def _own(self) -> list[Path]:
         return [path for path in self.path.iterdir() if OWN.fullmatch(path.name)] if self.path.is_dir() else []
 
-    def _steps(self) -> list[Path]:
-        return sorted(self.checkpoints.glob("step-*[0-9]"))
-
     def _require_own_names(self) -> None:
         """Raises UserError if a name that the run needs is taken by something that no run left there."""
         own = {path.name for path in self._own()}
@@ -252,7 +239,7 @@ class RunFolder:
             if (path.name in FILES and not path.is_file()) or (path.name in FOLDERS and not path.is_dir()):
                 kind = "file" if path.name in FILES else "folder"
                 raise UserError(f"{path}: is not a {kind}, but a run would write one there; move it away")
-        is_run = self.checkpoints.name in own and (self._steps() or not any(self.checkpoints.iterdir()))
+        is_run = self.checkpoints.name in own and (finished(self.checkpoints) or not any(self.checkpoints.iterdir()))
         if own and not is_run and not own & {self.identity.name, self.metrics.name} and not self._staging.exists():
             raise UserError(
                 f"{self.path / min(own)}: has a name that a run would use, but was not left by one; set output.dir to "
@@ -296,10 +283,10 @@ class RunFolder:
 
 
 def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
-    """The mapping in a file; None if the file is damaged."""
+    """The mapping in a file; None if the file is missing or damaged."""
     try:
         value = parse(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError):
+    except (FileNotFoundError, yaml.YAMLError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -27,7 +27,6 @@ from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.states.store.folder import FORMAT
 from eagle3.targets.checkpoint import target_config
 from eagle3.text.conversations import read_conversations
-from eagle3.training.run_folder import Resume
 
 
 @pytest.fixture
@@ -50,7 +49,7 @@ def complaint(recipe, topology, *overrides, deepspeed=ZERO2, resume=False):
     """Train's message about the mistake. Asserts that the run folders are as before."""
     before = runs(recipe)
     with pytest.raises(UserError) as caught:
-        train(load_recipe(recipe, list(overrides)), deepspeed, topology, Resume.YES if resume else Resume.NO)
+        train(load_recipe(recipe, list(overrides)), deepspeed, topology, "yes" if resume else "no")
     assert runs(recipe) == before
     return one_line(caught)
 

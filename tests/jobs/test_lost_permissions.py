@@ -14,7 +14,6 @@ from eagle3.draft.interchange import read_exported
 from eagle3.errors import run_command
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import load_recipe
-from eagle3.training.run_folder import Resume
 
 STEP = "checkpoints/step-00000002"
 
@@ -68,7 +67,7 @@ def _readable(path) -> bool:
 
 def test_a_resumed_run_names_the_file_that_it_may_not_read(denied, topology):
     def resume(recipe) -> None:
-        train(load_recipe(recipe), ZERO2, topology, Resume.YES)
+        train(load_recipe(recipe), ZERO2, topology, "yes")
 
     for name in ("recipe.yaml", "run_id.txt", "inputs.json", "run.json", "metrics.jsonl"):
         denied(f"run/{name}", resume)

@@ -37,7 +37,7 @@ from eagle3.reporting.page import page as page_of
 from eagle3.reporting.plot import MOST_POINTS, Plot, drawn, thinned
 from eagle3.reporting.record import estimated_curve, read_run
 from eagle3.reporting.report import write_report, write_up
-from eagle3.training.run_folder import Resume, RunFolder
+from eagle3.training.run_folder import RunFolder
 
 CHARTS = {"total_loss", "held_out", "loss", "acceptance", "learning_rate", "gradient_norm"}
 CHARTS |= {"positions", "contexts", "pay_off", "throughput", "memory", "lengths"}
@@ -255,7 +255,7 @@ def test_only_their_owner_reads_the_passwords_of_a_recipe_and_run_json_has_none(
         folder.begin(recipe, False, folder.identify(False), {}, print)
         folder.write_run({"why": f"{path}: not there", "processes": [1, None]})
         assert (folder.recipe.stat().st_mode & 0o077 == 0) == private
-        assert folder.check(recipe, Resume.YES), "what is kept is what the recipe says"
+        assert folder.check(recipe, "yes"), "what is kept is what the recipe says"
         folder.close()
     assert folder.run.read_text(encoding="utf-8").count("token=***: not there") == 1
 
@@ -652,7 +652,7 @@ def test_a_judge_that_refuses_costs_no_report(trained, topology, monkeypatch, ra
 
     monkeypatch.setattr("eagle3.jobs.evaluate.judge_export", refuse)
     with pytest.raises(UserError, match=message):
-        train(trained, ZERO2, topology, Resume.YES, console=Console(speaks=False), finish=write_up)
+        train(trained, ZERO2, topology, "yes", console=Console(speaks=False), finish=write_up)
     assert folder.report.exists() and folder.card.exists()
     assert read_run(folder.path).exports == (*exports, exports[-1])
 
@@ -661,7 +661,7 @@ def test_a_resumed_run_describes_its_later_start_and_tells_of_other_kernels(trai
     folder = RunFolder(trained.output.dir)
     before = json.loads(folder.run.read_text(encoding="utf-8"))
     pinned = trained.model_copy(update={"training": trained.training.model_copy(update={"kernels": "plain"})})
-    assert train(pinned, ZERO2, topology, Resume.YES)
+    assert train(pinned, ZERO2, topology, "yes")
     after = json.loads(folder.run.read_text(encoding="utf-8"))
     assert after["continues"] and after["started"] >= before["started"]
     assert after["data"] == before["data"] and len(metrics(folder.path)) == 4

@@ -22,7 +22,6 @@ from eagle3.errors import UserError
 from eagle3.jobs.train import train
 from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.recipe.loading import load_recipe
-from eagle3.training.run_folder import Resume
 from eagle3.training.stopping import RunStopped, StopSignals
 
 
@@ -33,7 +32,7 @@ def train_ranks(recipe_file: str, overrides: list[str]) -> None:
     with StopSignals() as stop:
         topology = start_distributed(sizes.tensor, sizes.ulysses, sizes.ring)
         try:
-            assert train(recipe, ZERO2, topology, Resume.AUTO, stop)
+            assert train(recipe, ZERO2, topology, "auto", stop)
         except RunStopped as stopped:
             print(stopped, flush=True)
             assert stopped.together

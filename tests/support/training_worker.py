@@ -16,10 +16,9 @@ from processes import fork_ranks
 from eagle3.jobs.train import train
 from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.recipe.loading import load_recipe
-from eagle3.training.run_folder import Resume
 
 
-def run(recipe_file: str, overrides: list[str], resume: Resume) -> None:
+def run(recipe_file: str, overrides: list[str], resume: str) -> None:
     recipe = load_recipe(recipe_file, overrides)
     sizes = recipe.parallelism
     topology = start_distributed(sizes.tensor, sizes.ulysses, sizes.ring)
@@ -41,4 +40,4 @@ if __name__ == "__main__":
             {"cut": cut, "copy": shutil.copytree}[processes](*overrides.split(","))
             continue
         count, _, resume = processes.partition("+")
-        fork_ranks(int(count), partial(run, sys.argv[1], overrides.split(","), Resume.YES if resume else Resume.NO))
+        fork_ranks(int(count), partial(run, sys.argv[1], overrides.split(","), "yes" if resume else "no"))

@@ -24,7 +24,7 @@ from eagle3.errors import UserError
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.training.claim import CLAIM, PATIENCE, Claim, holder_of
-from eagle3.training.run_folder import Resume, RunFolder
+from eagle3.training.run_folder import RunFolder
 from eagle3.training.tracking import Tracker
 
 # model.draft.config of a run here.
@@ -46,8 +46,8 @@ def test_a_run_does_not_write_into_its_target(tmp_path):
     recipe = load_recipe(write_recipe(tmp_path, target))
     for place in (target, target / "run"):
         with pytest.raises(UserError, match="lies in the target's own folder"):
-            RunFolder(place).check(recipe, Resume.NO)
-    assert not RunFolder(tmp_path / "run").check(recipe, Resume.NO)
+            RunFolder(place).check(recipe, "no")
+    assert not RunFolder(tmp_path / "run").check(recipe, "no")
 
 
 def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -61,16 +61,16 @@ def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match="contains data.train.0. .*rows.jsonl.*which a run there would write beside, or move away"
     ):
-        RunFolder(rows.parent).check(recipe, Resume.NO)
+        RunFolder(rows.parent).check(recipe, "no")
     (tmp_path / "deep" / "deeper").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "deep" / "deeper")
     with pytest.raises(UserError, match="contains the folder that this was started in"):
-        RunFolder(tmp_path / "deep").check(recipe, Resume.NO)
+        RunFolder(tmp_path / "deep").check(recipe, "no")
     theirs = tmp_path / "theirs" / "checkpoints"
     theirs.mkdir(parents=True)
-    assert not RunFolder(theirs.parent).check(recipe, Resume.AUTO)
+    assert not RunFolder(theirs.parent).check(recipe, "auto")
     (theirs / "mine.pt").touch()
-    for resume in (Resume.NO, Resume.AUTO):
+    for resume in ("no", "auto"):
         with pytest.raises(UserError, match="checkpoints: has a name that a run would use, but was not left by one"):
             RunFolder(theirs.parent).check(recipe, resume)
 
@@ -82,12 +82,12 @@ def test_an_exported_run_without_checkpoints_is_not_begun_over(tmp_path):
     folder.checkpoints.mkdir()
     folder.recipe.write_text(dump_recipe(recipe), encoding="utf-8")
     folder.identity.touch()
-    assert folder.check(recipe, Resume.YES)  # killed before its first checkpoint
+    assert folder.check(recipe, "yes")  # killed before its first checkpoint
     (folder.export / "config.json").touch()
-    for resume in (Resume.YES, Resume.AUTO):
+    for resume in ("yes", "auto"):
         with pytest.raises(UserError, match="checkpoints: holds no checkpoint, though this run exported its draft"):
             folder.check(recipe, resume)
-    assert not folder.check(recipe, Resume.NO)
+    assert not folder.check(recipe, "no")
 
 
 def test_a_store_that_live_training_does_not_read_may_change_its_place(tmp_path):
@@ -96,9 +96,9 @@ def test_a_store_that_live_training_does_not_read_may_change_its_place(tmp_path)
     folder.path.mkdir()
     folder.identity.touch()
     folder.recipe.write_text(dump_recipe(load_recipe(path)), encoding="utf-8")
-    assert folder.check(load_recipe(path, ["hidden_states.path=states"]), Resume.YES)
+    assert folder.check(load_recipe(path, ["hidden_states.path=states"]), "yes")
     with pytest.raises(UserError, match="hidden_states.mode was 'live'"):
-        folder.check(load_recipe(path, ["hidden_states.path=states", "hidden_states.mode=stored"]), Resume.YES)
+        folder.check(load_recipe(path, ["hidden_states.path=states", "hidden_states.mode=stored"]), "yes")
 
 
 # Two runs, one folder: processes of launchers/train.py
@@ -237,12 +237,12 @@ def test_a_fresh_run_finishes_what_a_kill_left_half_moved_aside(tmp_path, target
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run.aside").mkdir()
     (tmp_path / "run.aside" / "recipe.yaml").write_text("of the earlier run")
-    assert not folder.check(recipe, Resume.AUTO)  # no run continues half of one
+    assert not folder.check(recipe, "auto")  # no run continues half of one
     folder.hold("node", print)
     folder.begin(recipe, False, folder.identify(False), {}, print)
     folder.close()
     assert sorted(path.name for path in (tmp_path / "run.1").iterdir()) == ["checkpoints", "recipe.yaml"]
-    assert folder.check(recipe, Resume.AUTO) and not (tmp_path / "run.aside").exists()
+    assert folder.check(recipe, "auto") and not (tmp_path / "run.aside").exists()
 
 
 def test_what_no_run_left_stays_where_it_is(copied, topology):
@@ -268,7 +268,7 @@ def test_what_no_run_left_stays_where_it_is(copied, topology):
 def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path, target):
     recipe = load_recipe(write_recipe(tmp_path, target))
 
-    def refusal(path: Path, resume: Resume = Resume.NO) -> str:
+    def refusal(path: Path, resume: str = "no") -> str:
         with pytest.raises(UserError) as caught:
             RunFolder(path).check(recipe, resume)
         return str(caught.value)
@@ -290,7 +290,7 @@ def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path, target):
     assert refusal(odd).startswith(f"{odd}/metrics.jsonl: is not a file, but a run would write one there; ")
 
 
-@pytest.mark.parametrize("resume", [Resume.YES, Resume.AUTO])
+@pytest.mark.parametrize("resume", ["yes", "auto"])
 def test_a_run_whose_recipe_or_identity_is_lost_is_not_begun_anew(copied, resume):
     recipe = copied()
     folder = RunFolder(recipe.output.dir)
@@ -327,7 +327,7 @@ def test_a_run_is_not_continued_with_another_target_or_other_data(copied, traine
     try:
         path.write_bytes(change(content))
         with pytest.raises(UserError, match=rf"inputs.json: {key} had the digest [0-9a-f]{{32}} when .*; restore"):
-            train(recipe, ZERO2, topology, Resume.AUTO)
+            train(recipe, ZERO2, topology, "auto")
     finally:
         path.write_bytes(content)
     assert RunFolder(recipe.output.dir).metrics.read_bytes() == before
@@ -367,13 +367,13 @@ def test_another_runs_newer_checkpoint_is_set_aside_and_a_damaged_identity_is_a_
     shutil.copytree(folder.checkpoints / "step-00000008", folder.checkpoints / "step-00000099")
     manifest = folder.checkpoints / "step-00000099" / "manifest.json"
     manifest.write_text(manifest.read_text().replace(own, other))
-    train(recipe, ZERO2, topology, Resume.AUTO)
+    train(recipe, ZERO2, topology, "auto")
     stderr = capsys.readouterr().err
     assert f"step-00000099: written by run {other}, this is run {own}; renamed to foreign-step-00000099" in stderr
     assert (folder.checkpoints / "foreign-step-00000099").is_dir()
     folder.identity.write_bytes(b"\xff")
     with pytest.raises(UserError, match="run_id.txt: damaged; .*manifest.json"):
-        train(recipe, ZERO2, topology, Resume.AUTO)
+        train(recipe, ZERO2, topology, "auto")
 
 
 def test_a_full_disk_leaves_the_earlier_export_and_with_room_a_resumed_run_whose_steps_are_done_exports(
@@ -391,12 +391,12 @@ def test_a_full_disk_leaves_the_earlier_export_and_with_room_a_resumed_run_whose
     )  # run.lock and one more: a file that replaces another, or a folder
     subprocess.run(["mount", "-o", f"remount,nr_inodes={inodes}", str(small_disk)], check=True)
     with pytest.raises(UserError, match=r"export: cannot be written \(No space left.* are free\); .*--resume"):
-        train(recipe, ZERO2, topology, Resume.YES)
+        train(recipe, ZERO2, topology, "yes")
     assert before == {path.name: path.read_bytes() for path in folder.export.iterdir()}
     assert not list(folder.path.glob("*.partial"))
     subprocess.run(["mount", "-o", "remount,nr_inodes=10000", str(small_disk)], check=True)
     (folder.export / "model.safetensors").write_bytes(b"")
-    train(recipe, ZERO2, topology, Resume.YES)
+    train(recipe, ZERO2, topology, "yes")
     actual = load_file(folder.export / "model.safetensors")
     assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in actual)
     assert (folder.export / "notes.md").read_text() == "somebody's" and CLAIM not in {*folder.path.iterdir()}
