@@ -37,11 +37,14 @@ def main() -> int:
             raise UserError(f"{file}: no such file on {socket.gethostname()}; copy it there, or fix the command line")
     recipe = load_recipe(options.recipe, options.overrides)
     with slow_imports(options.quiet):
-        from eagle3.parallel.topology import start_distributed, stop_distributed
-        from eagle3.preflight.cluster import join, store_gather
+        import torch.distributed as dist
+
+        from eagle3.parallel.topology import job_store, start_distributed, stop_distributed
+        from eagle3.preflight.cluster import StoreGather, join
 
     topology = start_distributed(timeout=PATIENCE)
-    gather = store_gather(PATIENCE)
+    store = dist.PrefixStore("preflight", job_store(PATIENCE))
+    gather = StoreGather(store, dist.get_rank(), dist.get_world_size())
     cluster, states = join(gather, gather.rank), []
     console, speaks = Console(topology.is_first, quiet=options.quiet), topology.is_first
     if speaks and not options.quiet:

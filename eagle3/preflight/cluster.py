@@ -1,7 +1,6 @@
 """The job as preflight checks see it: which rank is on which node, and a way to ask all ranks. Asking works whatever
 state the job's collectives are in, and names the ranks that do not answer."""
 
-import datetime
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from eagle3.errors import SharedUserError, in_one_line
-from eagle3.parallel.topology import job_store, node_name
+from eagle3.parallel.topology import node_name
 
 Gather = Callable[[Any], list[Any]]
 Value = TypeVar("Value")
@@ -140,11 +139,6 @@ class StoreGather:
             self.store.set(f"rank {self.rank} leaves", b"")
         else:
             self.store.wait([f"rank {rank} leaves" for rank in range(1, self.world)])
-
-
-def store_gather(timeout: datetime.timedelta) -> StoreGather:
-    """A gather over the store that this job's process group uses. timeout: how long ranks wait for the slowest one."""
-    return StoreGather(dist.PrefixStore("preflight", job_store(timeout)), dist.get_rank(), dist.get_world_size())
 
 
 def join(gather: Gather, rank: int) -> Cluster:

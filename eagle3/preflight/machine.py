@@ -1,7 +1,6 @@
 """Checks that every node is fit for the job: GPUs and open files."""
 
 import resource
-from collections import Counter
 from typing import NamedTuple
 
 import torch
@@ -13,17 +12,20 @@ LEAST_OPEN_FILES = 4096
 
 
 class GpuSeen(NamedTuple):
-    """One rank's view of its GPUs."""
+    """One rank's GPU."""
 
-    count: int  # number of GPUs that its process may use
     name: str
-    unit: str  # persistent id of the rank's own GPU
-    free: int  # bytes on the rank's own GPU; `total` likewise
+    free: int  # bytes; `total` likewise
     total: int
 
 
 def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
-    gpus = cluster.ask((lambda: _look(device)) if device.type == "cuda" else None, GpuSeen._make)
+    """Checks that all ranks have the same GPUs. Collective. (That each has one to itself, NCCL checks.)"""
+
+    def look() -> GpuSeen:
+        return GpuSeen(torch.cuda.get_device_name(device), *torch.cuda.mem_get_info(device))
+
+    gpus = cluster.ask(look if device.type == "cuda" else None, GpuSeen._make)
     if not gpus:
         return Finding("gpus", "note", "none: this is a CPU job, for tests and demonstrations")
     if len(gpus) < len(cluster.nodes):
@@ -45,15 +47,6 @@ def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
             "; ".join(f"{kind} on {cluster.named(ranks)}" for kind, ranks in kinds.items()),
             "use nodes with the same GPUs: the slowest one sets the pace of all",
         )
-    for node, ranks in cluster.ranks.items():
-        unit, times = Counter(gpus[rank].unit for rank in ranks).most_common(1)[0]
-        if times > 1:
-            return Finding(
-                "gpus",
-                "failed",
-                f"{times} processes on one GPU of {node} ({unit}), which has {gpus[ranks[0]].count}",
-                "start at most one process per GPU",
-            )
     free, rank = min((gpu.free, rank) for rank, gpu in gpus.items())
     return Finding(
         "gpus",
@@ -61,11 +54,6 @@ def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
         f"{len(gpus)} x {next(iter(kinds))} on {len(cluster.ranks)} node(s); least free memory {free / 2**30:.1f} of "
         f"{gpus[rank].total / 2**30:.1f} GiB ({cluster.named([rank])})",
     )
-
-
-def _look(device: torch.device) -> GpuSeen:
-    properties, (free, total) = torch.cuda.get_device_properties(device), torch.cuda.mem_get_info(device)
-    return GpuSeen(torch.cuda.device_count(), properties.name, str(properties.uuid), free, total)
 
 
 def open_files() -> int:

@@ -58,7 +58,7 @@ def _unwritable(cluster: Cluster, key: str, folder: Path, reasons: dict[int, str
     )
 
 
-def check_cache(cluster: Cluster, key: str, folder: Path, patience: float = PATIENCE) -> Finding:
+def check_cache(cluster: Cluster, key: str, folder: Path) -> Finding:
     """Checks that every node can write to the folder. They need not share it; sharing only saves work. Collective."""
 
     def write() -> None:
@@ -67,11 +67,7 @@ def check_cache(cluster: Cluster, key: str, folder: Path, patience: float = PATI
 
     if reasons := troubled(cluster.ask_leaders(write)):
         return _unwritable(cluster, key, folder, reasons)
-    if len(cluster.ranks) == 1:
-        return Finding(key, "ok", f"{folder} is writable")
-    shared = check_shared(cluster, key, folder, patience).state == "ok"
-    verdict = "shared: one node's preparation serves all" if shared else "not shared: each node prepares its own copy"
-    return Finding(key, "ok" if shared else "note", f"{folder} is writable, and {verdict}")
+    return Finding(key, "ok", f"{folder} is writable")
 
 
 def check_inputs(cluster: Cluster, inputs: dict[str, str]) -> Finding:
@@ -103,13 +99,7 @@ def check_inputs(cluster: Cluster, inputs: dict[str, str]) -> Finding:
                 "copy it to every node, or name a place that every node mounts",
             )
     detail = f"{', '.join(local)}: the same on every node" if local else "none of them is a local file"
-    target = inputs.get("model.target", "demo")
-    hub = (
-        ""
-        if target == "demo" or "model.target" in local
-        else f"; model.target {target}: no folder here, so taken for a hub id"
-    )
-    return Finding("inputs", "ok", detail + hub)
+    return Finding("inputs", "ok", detail)
 
 
 def _listing(path: Path) -> str:
