@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 import deepspeed.ops
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.utils import is_invalid_grad_norm
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from eagle3.errors import SharedUserError
 
+READABLE = [LossScaler, ZeroStageEnum, fragment_address]  # classes that DeepSpeed's files need
 FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch accepts at most one of them
 
 
@@ -129,22 +132,18 @@ def collect_failures(engine: DeepSpeedEngine) -> Iterator[list[str]]:
 
 
 @contextmanager
-def loads_restricted_to(readable: list[Any]) -> Iterator[None]:
+def plain_loads() -> Iterator[None]:
     """Inside the block, every torch.load in this process and its children accepts only plain data and the classes in
-    `readable`, whatever its caller asks for. (DeepSpeed asks torch to accept anything that a file names. safe_loading
+    READABLE, whatever its caller asks for. (DeepSpeed asks torch to accept anything that a file names. safe_loading
     explains why this matters.)"""
     environment = {name: os.environ.pop(name, None) for name in (FORCE, FORBID)}
     others = torch.serialization.get_safe_globals()
-    _allow(readable)
+    torch.serialization.clear_safe_globals()
     os.environ[FORCE] = "1"
     try:
-        yield
+        with torch.serialization.safe_globals(READABLE):
+            yield
     finally:
         del os.environ[FORCE]
         os.environ.update({name: value for name, value in environment.items() if value is not None})
-        _allow(others)
-
-
-def _allow(names: list[Any]) -> None:
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(names)
+        torch.serialization.add_safe_globals(others)

@@ -3,7 +3,6 @@ import PyTorch."""
 
 import os
 import re
-from typing import NamedTuple
 
 from eagle3.errors import SharedUserError, UserError
 
@@ -18,17 +17,13 @@ def launched(name: str, default: int) -> int:
     return int(text)
 
 
-class JobSize(NamedTuple):
-    nodes: int
-    processes: int  # per node
-
-
-def read_job_size(text: str) -> JobSize:
-    """Parses the size in train.py's --check, for example 2x8. Raises UserError if it is malformed."""
+def read_job_size(text: str) -> tuple[int, int]:
+    """Parses the size in train.py's --check, for example 2x8: the number of nodes, and of processes on each. Raises
+    UserError if it is malformed."""
     match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not match:
         raise UserError(f"--check {text}: write nodes x processes per node, as in --check 2x8")
-    return JobSize(*map(int, match.groups()))
+    return int(match[1]), int(match[2])
 
 
 def check_sizes(section: str, tensor: int, ulysses: int, ring: int, world: int) -> int:

@@ -22,10 +22,10 @@ from eagle3.durable import file_digest, flush, publish
 from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.finite import is_finite
 from eagle3.parallel.topology import agreed
-from eagle3.patches import collect_failures
+from eagle3.patches import collect_failures, plain_loads
 from eagle3.training import safe_loading
 from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem, finished
-from eagle3.training.safe_loading import plain_loads, require_plain
+from eagle3.training.safe_loading import require_plain
 
 # How long the first rank waits to see the other nodes' files, since network file systems cache listings.
 SEEN_SECONDS = 30.0

@@ -2,7 +2,7 @@
 
 DeepSpeed stores checkpoints as pickles. It reads and converts them with `torch.load(..., weights_only=False)`, which
 lets a file run any code that it names. The manifest's digests do not help: an attacker who plants a file can write its
-digest too. So every load is restricted to plain data, by two means:
+digest too. So every load is restricted to plain data (patches.plain_loads), by two means:
 - TORCH_FORCE_WEIGHTS_ONLY_LOAD, which torch reads at each load and which overrides what the caller passed;
 - a list of the few classes that DeepSpeed's files need. While a checkpoint is read, nothing else is on that list, not
   even the classes that Megatron-core adds for the whole process. One of these is numpy's array; an array of objects
@@ -13,24 +13,13 @@ This runs DeepSpeed's conversion to a universal checkpoint under the same guard:
     python -m eagle3.training.safe_loading --input_folder ... --output_folder ...
 """
 
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 
 from eagle3.errors import UserError
-from eagle3.patches import loads_restricted_to
-
-READABLE = [LossScaler, ZeroStageEnum, fragment_address]  # classes that DeepSpeed's files need
-
-
-def plain_loads() -> AbstractContextManager[None]:
-    """Inside the block, every torch.load in this process and its children accepts only plain data and the classes in
-    READABLE, whatever its caller asks for."""
-    return loads_restricted_to(READABLE)
+from eagle3.patches import plain_loads
 
 
 def require_plain(folder: Path) -> None:

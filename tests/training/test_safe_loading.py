@@ -19,12 +19,12 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.model import DraftObjective
-from eagle3.patches import FORBID, FORCE
+from eagle3.patches import FORBID, FORCE, plain_loads
 from eagle3.recipe.schema import Training
 from eagle3.training.checkpoint import Checkpoints, _converted
 from eagle3.training.deepspeed_file import deepspeed_config
 from eagle3.training.engine import start_engine, warmup_cosine
-from eagle3.training.safe_loading import convert, plain_loads, require_plain
+from eagle3.training.safe_loading import convert, require_plain
 
 FILES = ("mp_rank_*_model_states.pt", "*_optim_states.pt")
 
