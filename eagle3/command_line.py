@@ -2,10 +2,11 @@
 
 import argparse
 import gc
+import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
@@ -31,6 +32,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise SharedUserError(f"command line: {message}; --help lists the options")
+
+
+def from_to(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """A type for an option of argparse: finite numbers from `least` to `most`, whole ones if `least` is an int."""
+
+    def number(text: str) -> float:
+        value = type(least)(text)
+        if not (least <= value <= most and value < math.inf):
+            upper = f" to {most:,}" if most < math.inf else " or more"
+            raise argparse.ArgumentTypeError(f"{text:.40} is out of range; give {least:,}{upper}")
+        return value
+
+    return number
 
 
 class RecipeParser(Parser):

@@ -7,25 +7,28 @@ answer. Exit code 1 if the output differs from plain greedy decoding.
 """
 
 import argparse
-import math
 import os
 import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from eagle3.command_line import RecipeParser, slow_imports
+from eagle3.command_line import RecipeParser, from_to, slow_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
-from eagle3.draft.config import DraftConfig, draft_digest, read_draft_config
+from eagle3.draft.config import draft_digest, read_draft_config
 from eagle3.errors import UserError, run_command
 from eagle3.planning.gpus import DEFAULT_GPU, GPUS, gpu_named
 from eagle3.preflight.inputs import prompt_files, require_export, require_inputs, require_weights
 from eagle3.preflight.result_file import require_result_place, write_result
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import MOST_KEYS, Recipe
+from eagle3.targets.sglang.installed import require_sglang
 
 ROOT = Path(__file__).parent.parent
-PER_CONTEXT = 8
+MOST_SEED = 2**63
+# Options that --check needs, and those that only --by-context uses.
+WITH_CHECK = ("check", "draft", "quiet", "recipe", "named", "words", "overrides")
+OF_CONTEXTS = ("contexts", "per_context", "windows", "best", "gpu")
 
 
 def main() -> int:
@@ -35,7 +38,9 @@ def main() -> int:
     if options.check:
         return check_with_sglang(draft, options.quiet)
     out = options.out or draft.parent / ("by_context.json" if options.by_context else "evaluation.json")
+    files = prompt_files(options.prompts)
     check(options, recipe, draft)
+    tree = tree_of(options, recipe) if options.engine == "sglang" else None
     require_inputs(recipe)
     require_weights(recipe.model.target)
     require_result_place(out)
@@ -48,7 +53,7 @@ def main() -> int:
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         from eagle3.draft.interchange import read_exported
         from eagle3.evaluation.acceptance import Sampling
-        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judgement_record, texts_of
+        from eagle3.jobs.evaluate import ByContext, decoding_of, judge, judge_contexts, judgement_record, texts_of
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
@@ -56,23 +61,22 @@ def main() -> int:
         console.warn(doubt)
     topology = start_distributed()
     inputs = gather_inputs(find_target(recipe, topology.device, console, make=False), console, judging=True)
-    files, seed = prompt_files(options.prompts), seed_of(options, recipe)
+    seed = recipe.training.seed % MOST_SEED if options.seed is None else options.seed
     decoding = decoding_of(recipe, Sampling(options.temperature, seed), options.window)
-    tree = tree_of(options, recipe) if options.engine == "sglang" else None
     if options.by_context:
-        by_context = judge_contexts(inputs, draft, by_context_of(options), topology, console, files, decoding, tree)
-        if topology.is_first:
-            for line in by_context.lines():
-                tell(line)
-        kind, lossless, result = "by_context", by_context.lossless, by_context.as_dict()
+        asked = ByContext(options.contexts, options.per_context, options.windows, options.best, options.gpu)
+        by_context = judge_contexts(inputs, draft, asked, topology, console, files, decoding, tree)
+        kind, lossless, result, lines = "by_context", by_context.lossless, by_context.as_dict(), by_context.lines()
     else:
         judgement = judge(inputs, None, draft, topology, console, files, decoding, tree)
-        if topology.is_first:
-            for line in judgement.table():
-                tell(line)
         kind, lossless, result = "evaluation", judgement.trained.lossless, judgement.as_dict()
-    # A run may have exported a new draft meanwhile, and the result beside it would be taken for the new draft's.
-    if digest_now(draft) != digest:
+        lines = judgement.table()
+    for line in lines if topology.is_first else ():
+        tell(line)
+    unchanged = False
+    with suppress(FileNotFoundError):  # while it is being exported
+        unchanged = draft_digest(draft) == digest
+    if not unchanged:  # the result would be beside the new draft, and be taken for that one's
         raise UserError(
             f"{draft}: exported again while it was being judged, so the result is for a draft that is gone; judge again"
         )
@@ -85,7 +89,10 @@ def parse() -> argparse.Namespace:
     parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--draft", type=Path, help="folder of the exported draft (default: output.dir/export)")
     parser.add_argument(
-        "--engine", default="transformers", help="what decodes: transformers (default), or sglang, as in serving"
+        "--engine",
+        choices=("transformers", "sglang"),
+        default="transformers",
+        help="what decodes: transformers (default), or sglang, as in serving",
     )
     parser.add_argument(
         "--prompts",
@@ -96,13 +103,20 @@ def parse() -> argparse.Namespace:
         "conversations); give it several times to judge on several prompt sets, each of which gets its own figures",
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="of sampling, by lossless rejection; 0 (default) is greedy"
+        "--temperature",
+        type=from_to(0.0),
+        default=0.0,
+        help="of sampling, by lossless rejection; 0 (default) is greedy",
     )
-    parser.add_argument("--seed", type=int, help="of sampling and of the intervals (default: training.seed)")
+    parser.add_argument(
+        "--seed",
+        type=from_to(0, MOST_SEED - 1),
+        help="of sampling and of the intervals (default: training.seed)",
+    )
     add_context_options(parser)
     parser.add_argument(
         "--window",
-        type=int,
+        type=from_to(1, MOST_KEYS),
         help="keys that the draft's queries see (default: as trained; any draft may be judged with one)",
     )
     parser.add_argument("--topk", type=int, default=1, help="branches of the draft tree; 1 (default) is a chain")
@@ -124,12 +138,12 @@ def parse() -> argparse.Namespace:
         "--quiet", action="store_true", help="print only the result: its figures, and where it was written"
     )
     options = parser.parse()
-    used = {"check", "draft", "quiet", "recipe", "named", "words", "overrides"}
-    others = [name for name, value in vars(options).items() if name not in used and value != parser.get_default(name)]
-    if options.check and others:
-        raise UserError(
-            f"--{others[0].replace('_', '-')}: has no use with --check, which only loads the draft; leave it out"
-        )
+    for name, value in vars(options).items():
+        given, option = value != parser.get_default(name), f"--{name.replace('_', '-')}"
+        if given and options.check and name not in WITH_CHECK:
+            raise UserError(f"{option}: has no use with --check, which only loads the draft; leave it out")
+        if given and name in OF_CONTEXTS and not options.by_context:
+            raise UserError(f"{option}: is for --by-context; give that too, or leave this out")
     return options
 
 
@@ -142,11 +156,18 @@ def add_context_options(parser: RecipeParser) -> None:
     parser.add_argument(
         "--contexts",
         metavar="N,N,...",
+        type=ascending,
         help="these lengths in tokens, ascending (default: 512, 1024, ... as far as texts and target reach)",
     )
-    parser.add_argument("--per-context", type=int, help=f"prompts of each length (default: {PER_CONTEXT})")
     parser.add_argument(
-        "--windows", metavar="N,N,...", help="--by-context: judge with each of these windows (in keys), too"
+        "--per-context", type=from_to(1), default=8, help="prompts of each length (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--windows",
+        metavar="N,N,...",
+        type=ascending,
+        default=[],
+        help="--by-context: judge with each of these windows (in keys), too",
     )
     parser.add_argument(
         "--best",
@@ -155,9 +176,19 @@ def add_context_options(parser: RecipeParser) -> None:
     )
     parser.add_argument(
         "--gpu",
+        default=DEFAULT_GPU,
         help=f"--by-context: GPU to estimate the speed-up for, by its data sheet: {', '.join(GPUS)} "
-        f"(default: {DEFAULT_GPU})",
+        "(default: %(default)s)",
     )
+
+
+def ascending(text: str) -> list[int]:
+    """The numbers in an option such as 512,1024,2048."""
+    fields = text.split(",")
+    numbers = [int(field) for field in fields if re.fullmatch(r" *\d{1,9} *", field)]
+    if len(numbers) != len(fields) or numbers[0] < 1 or numbers != sorted(set(numbers)):
+        raise argparse.ArgumentTypeError(f"{text:.40}: name numbers in ascending order, as in 512,1024,2048")
+    return numbers
 
 
 def check_with_sglang(draft: Path, quiet: bool) -> int:
@@ -196,118 +227,38 @@ def warn_of_another_target(recipe: Recipe, draft: Path, console: Console) -> Non
             console.warn(f"{draft}: was trained for the target {trained} ({file}), and is judged with {judged}")
 
 
-def digest_now(draft: Path) -> str | None:
-    """The draft's digest; None while it is being exported."""
-    with suppress(FileNotFoundError):
-        return draft_digest(draft)
-    return None
-
-
 def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
     """Raises UserError for every mistake that can be found before anything is loaded."""
-    if options.engine not in ("transformers", "sglang"):
-        raise UserError(f"--engine {options.engine}: no such engine; use transformers or sglang")
-    check_sampling(options, recipe)
-    check_contexts(options)
     if not options.prompts and not options.by_context and not recipe.evaluation.conversations:
         raise UserError(
             "recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, for example, name "
             "--prompts, or judge --by-context"
         )
-    prompt_files(options.prompts)
-    config = require_export(draft)
-    check_window("--window", options.window, recipe, config, draft)
-    for window in windows_of(options):
-        check_window("--windows", window, recipe, config, draft)
-        if window == (options.window or config.window):
-            raise UserError(f"--windows {options.windows}: the draft is judged with {window} anyway; leave that out")
-    if options.engine == "transformers" and (options.topk, options.tree_tokens) != (1, None):
-        raise UserError(
-            "--topk, --tree-tokens: transformers drafts a chain of evaluation.draft_tokens, not a tree; use --engine "
-            "sglang, or leave them out"
-        )
-    if options.engine == "sglang":
-        from eagle3.targets.sglang.installed import require_sglang
-
-        require_sglang("judge by transformers: --engine transformers", recipe.target.allow_untested)
-        tree_of(options, recipe)
-
-
-def check_window(option: str, window: int | None, recipe: Recipe, config: DraftConfig, draft: Path) -> None:
-    if window is not None and not 1 <= window <= MOST_KEYS:
-        raise UserError(f"{option} {window}: not a number of keys, 1 or more; leave it out for the draft's own")
-    origin = str(draft / "config.json")
-    if window is not None:
-        config, origin = replace(config, window=window), f"{option} {window}"
+    gpu_named(options.gpu)
+    config, origin = require_export(draft), str(draft / "config.json")
+    if options.window is not None:
+        config, origin = replace(config, window=options.window), f"--window {options.window}"
     config.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
-
-
-def check_sampling(options: argparse.Namespace, recipe: Recipe) -> None:
-    if not (math.isfinite(options.temperature) and options.temperature >= 0):
-        raise UserError(
-            f"--temperature {options.temperature}: use 0 for greedy decoding, or a number above it, for example 0.7"
-        )
-    seed = seed_of(options, recipe)
-    if not 0 <= seed < 2**63:
-        raise UserError(f"--seed {seed}: use a number from 0 to 2^63 - 1")
-    if options.engine == "sglang" and options.temperature:
+    for window in options.windows:
+        other = replace(config, window=window)
+        other.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", f"--windows {window}")
+    if config.window in options.windows:
+        raise UserError(f"--windows: the draft is judged with {config.window} anyway; leave that out")
+    if options.engine == "transformers":
+        if (options.topk, options.tree_tokens) != (1, None):
+            raise UserError(
+                "--topk, --tree-tokens: transformers drafts a chain of evaluation.draft_tokens, not a tree; use "
+                "--engine sglang, or leave them out"
+            )
+        return
+    if options.temperature:
         raise UserError(
             f"--temperature {options.temperature:g}: SGLang is judged greedily only; leave it out, or use --engine "
             "transformers"
         )
-
-
-def seed_of(options: argparse.Namespace, recipe: Recipe) -> int:
-    return recipe.training.seed if options.seed is None else options.seed
-
-
-def check_contexts(options: argparse.Namespace) -> None:
-    if not options.by_context:
-        for name, value in (
-            ("--contexts", options.contexts),
-            ("--per-context", options.per_context),
-            ("--windows", options.windows),
-            ("--gpu", options.gpu),
-        ):
-            if value is not None:
-                raise UserError(f"{name} {value}: is for --by-context; give that too, or leave this out")
-    if options.per_context is not None and options.per_context < 1:
-        raise UserError(
-            f"--per-context {options.per_context}: a length has 1 prompt or more; leave it out for {PER_CONTEXT}"
-        )
-    if options.best and not options.by_context:
-        raise UserError("--best: is for --by-context; give that too, or leave this out")
-    if options.best and options.engine == "sglang":
+    if options.best:
         raise UserError("--best: needs measured times, which SGLang does not tell; use --engine transformers")
-    contexts_of(options)
-    gpu_named(options.gpu or DEFAULT_GPU)
-
-
-def contexts_of(options: argparse.Namespace) -> list[int] | None:
-    """The context lengths that the user asked for; None for the defaults. Raises UserError if they are not a list of
-    ascending lengths."""
-    return None if options.contexts is None else ascending("--contexts", options.contexts, "lengths in tokens")
-
-
-def windows_of(options: argparse.Namespace) -> list[int]:
-    """The other windows to judge with. Raises UserError like `contexts_of`."""
-    return [] if options.windows is None else ascending("--windows", options.windows, "numbers of keys")
-
-
-def ascending(option: str, text: str, what: str) -> list[int]:
-    fields = text.split(",")
-    numbers = [int(field) for field in fields if re.fullmatch(r" *\d{1,9} *", field)]
-    if len(numbers) != len(fields) or numbers[0] < 1 or numbers != sorted(set(numbers)):
-        raise UserError(f"{option} {text}: name {what}, ascending, as in 512,1024,2048")
-    return numbers
-
-
-def by_context_of(options: argparse.Namespace):
-    """What the user asked to judge by context, as a ByContext."""
-    from eagle3.jobs.evaluate import ByContext
-
-    per_context, gpu = options.per_context or PER_CONTEXT, options.gpu or DEFAULT_GPU
-    return ByContext(contexts_of(options), per_context, windows_of(options), options.best, gpu)
+    require_sglang("judge by transformers: --engine transformers", recipe.target.allow_untested)
 
 
 def tree_of(options: argparse.Namespace, recipe: Recipe):

@@ -3,32 +3,40 @@
 Memory follows the code's own allocations; times and utilisation are assumptions, and are printed as such.
 """
 
-import argparse
 import json
 from pathlib import Path
 
-from eagle3.command_line import RecipeParser, slow_imports
+from eagle3.command_line import RecipeParser, from_to, slow_imports
 from eagle3.console import GREEN, RED, tell
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.sizes import check_sizes, stream_samples
 from eagle3.recipe.loading import load_recipe
 
 ROOT = Path(__file__).parent.parent
-MOST_GB = 2000  # more than any GPU has, but less than one GPU's memory written in MiB
+MOST_TOKENS = 10**9  # of one document
+MOST_GB = 2000.0  # more than any GPU has, but less than one GPU's memory written in MiB
 
 
 def main() -> int:
     parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
-    parser.add_argument("--gpus", type=int, default=8, help="in the whole job (default 8)")
+    parser.add_argument("--gpus", type=from_to(1), default=8, help="in the whole job (default 8)")
     parser.add_argument("--gpu-memory", type=gigabytes, default=80.0, metavar="GB", help="of each (default 80)")
     parser.add_argument(
-        "--context", type=int, help="tokens of one document in a stream of its own (default: the recipe's)"
+        "--context",
+        type=from_to(2, MOST_TOKENS),
+        help="tokens of one document in a stream of its own (default: the recipe's)",
     )
-    parser.add_argument("--supervised", type=float, default=1.0, help="share of the tokens that count (default 1)")
+    parser.add_argument(
+        "--supervised",
+        type=from_to(1 / MOST_TOKENS, 1.0),
+        default=1.0,
+        help="share of the tokens that count (default 1)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     options = parser.parse()
-    check(options)
+    if options.context and round(options.context * options.supervised) < 1:
+        raise SharedUserError(f"--supervised {options.supervised}: leaves less than one token; give a larger share")
     recipe = load_recipe(options.recipe, options.overrides)
     sizes = recipe.parallelism
     data = check_sizes(f"--gpus {options.gpus}: parallelism", sizes.tensor, sizes.ulysses, sizes.ring, options.gpus)
@@ -55,25 +63,7 @@ def main() -> int:
 
 
 def gigabytes(text: str) -> float:
-    return float(text.upper().removesuffix("GB"))
-
-
-def check(options: argparse.Namespace) -> None:
-    share = "a share above 0, at most 1"
-    if options.supervised > 1 and (options.context or 0) > options.supervised:
-        share += (
-            f"; {options.supervised:,.0f} of {options.context:,} tokens are {options.supervised / options.context:.3g}"
-        )
-    for name, fine, remedy in (
-        ("gpus", options.gpus >= 1, "a number of GPUs, 1 or more"),
-        ("gpu_memory", 0 < options.gpu_memory <= MOST_GB, f"GB of one GPU, for example 80, {MOST_GB:,} at most"),
-        ("context", options.context is None or 2 <= options.context <= 10**9, "tokens, 2 to a billion"),
-        ("supervised", 0 < options.supervised <= 1, share),
-        ("supervised", round((options.context or 10**9) * options.supervised) >= 1, "a share of at least one token"),
-    ):
-        if not fine:
-            option = "--" + name.replace("_", "-")
-            raise SharedUserError(f"{option} {getattr(options, name)}: does not make sense; give {remedy}")
+    return from_to(1e-3, MOST_GB)(text.upper().removesuffix("GB"))
 
 
 if __name__ == "__main__":

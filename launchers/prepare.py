@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-from eagle3.command_line import RecipeParser, slow_imports
+from eagle3.command_line import RecipeParser, from_to, slow_imports
 from eagle3.console import Console, shows_colours, tell, waiting
-from eagle3.errors import UserError, run_command
+from eagle3.errors import run_command
 from eagle3.preflight.inputs import require_inputs
 from eagle3.recipe.loading import load_recipe
 
@@ -14,13 +14,13 @@ ROOT = Path(__file__).parent.parent
 
 def main() -> None:
     parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
-    parser.add_argument("--preview", type=int, default=0, metavar="N", help="print N samples, supervised tokens marked")
+    parser.add_argument(
+        "--preview", type=from_to(0), default=0, metavar="N", help="print N samples, supervised tokens marked"
+    )
     parser.add_argument(
         "--quiet", action="store_true", help="print only the counts, the vocabulary's coverage, previews and warnings"
     )
     options = parser.parse()
-    if options.preview < 0:
-        raise UserError(f"--preview {options.preview}: a number of samples is 0 or more; give that")
     recipe = load_recipe(options.recipe, options.overrides)
     console = Console(speaks=True, quiet=options.quiet)
     console(f"recipe: {options.recipe}")

@@ -3,14 +3,13 @@ vLLM), or a checkpoint, which transformers then runs here."""
 
 import argparse
 import json
-import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eagle3.command_line import Parser, slow_imports
+from eagle3.command_line import Parser, from_to, slow_imports
 from eagle3.console import Console, Say, silence_libraries, waiting
 from eagle3.errors import UserError, run_command, shown
 from eagle3.parsing import parse_json
@@ -46,24 +45,32 @@ def main() -> int:
     )
     parser.add_argument("--truncated", choices=("drop", "keep"), default="drop", help="answers cut at --max-tokens")
     parser.add_argument("--malformed", choices=("stop", "drop"), default="stop", help="rows that cannot be read")
-    parser.add_argument("--max-tokens", type=int, default=4096, metavar="N", help="of one answer (default 4096)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="default: the server's, from the checkpoint")
-    parser.add_argument("--top-p", type=float, metavar="P", help="default: the server's, from the checkpoint")
+    parser.add_argument("--max-tokens", type=from_to(1), default=4096, metavar="N", help="of one answer (default 4096)")
+    parser.add_argument(
+        "--temperature", type=from_to(0.0), metavar="T", help="default: the server's, from the checkpoint"
+    )
+    parser.add_argument(
+        "--top-p", type=from_to(1e-6, 1.0), metavar="P", help="default: the server's, from the checkpoint"
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="sent with every request")
     parser.add_argument(
         "--template-variables", default="{}", metavar="JSON", help="""such as '{"enable_thinking": false}'"""
     )
     parser.add_argument("--model", metavar="NAME", help="default: the one that the endpoint serves")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N conversations")
+    parser.add_argument("--limit", type=from_to(1), metavar="N", help="only the first N conversations")
     parser.add_argument(
         "--batch-tokens",
-        type=int,
+        type=from_to(1),
         default=65536,
         metavar="N",
         help="with --target: at a time, room for answers included",
     )
-    parser.add_argument("--concurrency", type=int, default=64, metavar="N", help="requests at a time, per endpoint")
-    parser.add_argument("--timeout", type=float, default=600.0, metavar="SECONDS", help="for one answer (default 600)")
+    parser.add_argument(
+        "--concurrency", type=from_to(1), default=64, metavar="N", help="requests at a time, per endpoint"
+    )
+    parser.add_argument(
+        "--timeout", type=from_to(1e-3), default=600.0, metavar="SECONDS", help="for one answer (default 600)"
+    )
     parser.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="default: OPENAI_API_KEY, to https or this machine"
     )
@@ -74,7 +81,6 @@ def main() -> int:
     options = parser.parse_args()
     if options.quiet:
         silence_libraries()
-    require_numbers(options)
     variables = template_variables(options.template_variables)
     require_apart(options.out, options.data)
     console = Console(speaks=True, quiet=options.quiet)
@@ -146,22 +152,6 @@ def local(options: argparse.Namespace, console: Console) -> "tuple[str, list[Loc
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with waiting(console, f"loading {options.target}"):
         return options.target, [LocalTarget(options.target, options.batch_tokens, device)]
-
-
-def require_numbers(options: argparse.Namespace) -> None:
-    for name, lowest in (
-        ("max_tokens", 1),
-        ("limit", 1),
-        ("batch_tokens", 1),
-        ("concurrency", 1),
-        ("timeout", 1e-3),
-        ("temperature", 0),
-    ):
-        value = getattr(options, name)
-        if value is not None and (value < lowest or not math.isfinite(value)):
-            raise UserError(f"--{name.replace('_', '-')}: {value} is not a valid value; give {lowest:g} or more")
-    if options.top_p is not None and not 0 < options.top_p <= 1:
-        raise UserError(f"--top-p: {options.top_p} is not a share; give more than 0 and at most 1")
 
 
 def api_key(path: Path | None, urls: list[str]) -> str | None:

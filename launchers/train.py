@@ -8,9 +8,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from eagle3.command_line import RecipeParser, slow_imports
+from eagle3.command_line import RecipeParser, from_to, slow_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
-from eagle3.errors import SharedUserError, UserError, run_command
+from eagle3.errors import UserError, run_command
 from eagle3.parallel.sizes import check_sizes, launched, read_job_size
 from eagle3.preflight.inputs import require_inputs, require_servers, require_store, require_trainable, require_weights
 from eagle3.recipe.loading import dump_recipe, load_recipe
@@ -35,7 +35,9 @@ def main() -> int:
         metavar="auto",
         help="continue from the newest whole checkpoint in output.dir; with auto, begin a run if output.dir holds none",
     )
-    parser.add_argument("--stop-code", type=int, default=0, help="exit code if SIGTERM or SIGUSR1 ended the run early")
+    parser.add_argument(
+        "--stop-code", type=from_to(0, 255), default=0, help="exit code if SIGTERM or SIGUSR1 ended the run early"
+    )
     parser.add_argument(
         "--check",
         metavar="NxP",
@@ -55,8 +57,6 @@ def main() -> int:
     )
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     options = parser.parse(resume_apart(sys.argv[1:]))
-    if not 0 <= options.stop_code < 256:
-        raise SharedUserError(f"--stop-code {options.stop_code}: an exit code is 0 to 255; give one of these")
     if options.check:
         # report its mistakes first, because --check may have swallowed a word that is now missing elsewhere
         read_job_size(options.check)

@@ -5,7 +5,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from eagle3.command_line import Parser, slow_imports
+from eagle3.command_line import Parser, from_to, slow_imports
 from eagle3.console import Console, tell, waiting
 from eagle3.errors import SharedUserError, run_command
 
@@ -18,33 +18,27 @@ def main() -> int:
     parser.add_argument("case", type=Path, help="folder with config.json and draft, inputs, expected .safetensors")
     parser.add_argument("--out", type=Path, help="folder for actual.safetensors (default: the case's)")
     parser.add_argument("--dtype", choices=["float32", "float64", "bfloat16"], default="float32")
-    parser.add_argument("--steps", type=int, help="TTT steps K (default: those of the case)")
-    parser.add_argument("--window", type=int, help="keys that a query sees, in place of the case's own window")
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--ulysses", type=int, default=1, help="Ulysses ranks of a sequence")
-    parser.add_argument("--ring", type=int, default=1, help="ring ranks of a sequence; what is left is data-parallel")
+    parser.add_argument("--steps", type=from_to(1), help="TTT steps K (default: those of the case)")
+    parser.add_argument("--window", type=from_to(1), help="keys that a query sees, in place of the case's own window")
+    parser.add_argument("--tp", type=from_to(1), default=1, help="tensor-parallel ranks")
+    parser.add_argument("--ulysses", type=from_to(1), default=1, help="Ulysses ranks of a sequence")
+    parser.add_argument(
+        "--ring", type=from_to(1), default=1, help="ring ranks of a sequence; what is left is data-parallel"
+    )
     parser.add_argument("--ring-mode", choices=["gather", "p2p"], default="gather")
     parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="zigzag", help=argparse.SUPPRESS)
     parser.add_argument(
         "--query-selection", choices=["supervised", "all"], default="supervised", help=argparse.SUPPRESS
     )
     parser.add_argument("--recompute", choices=["none", "attention_kept", "full"], default="full")
-    parser.add_argument("--block-mib", type=int, default=1024, help="MiB of a block of the loss and a chunk of tokens")
+    parser.add_argument(
+        "--block-mib", type=from_to(1), default=1024, help="MiB of a block of the loss and a chunk of tokens"
+    )
     parser.add_argument("--quiet", action="store_true", help="print only what is beyond its tolerance, and the verdict")
     parser.add_argument("--local_rank", type=int, default=0, help="set by the deepspeed launcher")
     options = parser.parse_args()
-    for name, unit in (("tp", "ranks"), ("ulysses", "ranks"), ("ring", "ranks"), ("block_mib", "MiB")):
-        if getattr(options, name) < 1:
-            option = name.replace("_", "-")
-            raise SharedUserError(f"--{option} {getattr(options, name)}: not a number of {unit}; use 1 or more")
     if options.out and options.out.exists() and not options.out.is_dir():
         raise SharedUserError(f"--out {options.out}: is a file; name a folder")
-    if options.steps is not None and options.steps < 1:
-        raise SharedUserError(f"--steps {options.steps}: not a number of TTT steps; leave it out")
-    if options.window is not None and options.window < 1:
-        raise SharedUserError(
-            f"--window {options.window}: not a number of keys, 1 or more; leave it out for the case's own"
-        )
     if not (options.case / "expected.safetensors").is_file():
         raise SharedUserError(
             f"{options.case}: holds no golden case; name a folder such as {ROOT / 'tests' / 'golden' / 'ragged'}"

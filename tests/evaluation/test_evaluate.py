@@ -278,7 +278,7 @@ def make_export(run: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--engine", "vllm"], "--engine vllm: no such engine"),
+        (["--engine", "vllm"], "--engine: invalid choice: 'vllm'"),
         (["--topk", "2"], "use --engine sglang"),
         (["--tree-tokens", "5"], "use --engine sglang"),
         (["--prompts", __file__], "is not a file of such a kind; name a .jsonl"),
@@ -294,8 +294,8 @@ def make_export(run: Path) -> None:
             ["--window", "3"],
             "--window 3: a window of 3 keys cannot hold a chain of 4 (evaluation.draft_tokens); lower that, or use",
         ),
-        (["--window", "0"], "--window 0: not a number of keys, 1 or more; leave it out for the draft's own"),
-        (["--window", "9" * 24], "not a number of keys"),
+        (["--window", "0"], "--window: 0 is out of range; give 1 to 1,000,000,000;"),
+        (["--window", "9" * 24], "is out of range; give 1 to 1,000,000,000;"),
         (["evaluation.draft_tokens=7"], "config.json: a window of 6 keys cannot hold a chain of 7"),
         (["evaluation.conversations=0"], "evaluation.conversations is 0"),
     ],

@@ -128,7 +128,7 @@ def test_an_export_is_judged_by_itself_as_after_training(recipe, topology):
         ("evaluate.py", ["evaluation.conversations=0"], "evaluation.conversations is 0"),
         ("evaluate.py", ["output.dir=/nowhere"], "/nowhere/export: no exported draft here"),
         ("prepare.py", ["data.train=[/nowhere.jsonl]"], "/nowhere.jsonl: no such file"),
-        ("prepare.py", ["--preview=-1"], "--preview -1: a number of samples is 0 or more"),
+        ("prepare.py", ["--preview=-1"], "--preview: -1 is out of range; give 0 or more"),
         ("prepare.py", ["data.trian=[x]"], "did you mean data.train?"),
     ],
 )
