@@ -4,6 +4,7 @@ check the keys that DeepSpeed reads."""
 import inspect
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,14 @@ def read_deepspeed_file(path: Path, training: Training, data_ranks: int) -> dict
         "optimizer.params.weight_decay": training.weight_decay,
     }
     for key, value in required.items():
-        _fill(path, config, key, value)
+        *sections, name = key.split(".")
+        section = reduce(partial(_section, path), sections, config)
+        if section.get(name, "auto") not in ("auto", value):
+            raise SharedUserError(
+                f'{path}: {key} is {section[name]!r} but the recipe says {value!r}; set it to "auto" or make them agree'
+            )
+        section[name] = value
     _refuse_unsupported(path, config)
-    config["optimizer"].setdefault("type", "AdamW")
     config["optimizer"]["params"].setdefault("torch_adam", True)
     config.setdefault("steps_per_print", 2**31)
     return config
@@ -79,28 +85,16 @@ def deepspeed_config(path: Path, training: Training, data_ranks: int) -> dict[st
     return config
 
 
-def _fill(path: Path, config: dict[str, Any], key: str, value: Any) -> None:
-    *sections, name = key.split(".")
-    for section in sections:
-        config = config.setdefault(section, {})
-        if not isinstance(config, dict):
-            raise SharedUserError(f"{path}: {section}: {config!r} is not a section; compare ds_configs/zero2.json")
-    present = config.get(name, "auto")
-    if present not in ("auto", value):
-        raise SharedUserError(
-            f'{path}: {key} is {present!r} but the recipe says {value!r}; set it to "auto" or make them agree'
-        )
-    config[name] = value
+def _section(path: Path, config: dict[str, Any], name: str) -> dict[str, Any]:
+    section = config.setdefault(name, {})
+    if not isinstance(section, dict):
+        raise SharedUserError(f"{path}: {name}: {section!r} is not a section; compare ds_configs/zero2.json")
+    return section
 
 
 def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
-    for section in ("zero_optimization", "fp16", "scheduler"):
-        if not isinstance(config.get(section, {}), dict):
-            raise SharedUserError(
-                f"{path}: {section}: {config[section]!r} is not a section; compare ds_configs/zero2.json"
-            )
     _refuse_unknown(path, "", config, (*OURS, *DEEPSPEEDS), "this project uses nothing of that name")
-    zero = config.get("zero_optimization", {})
+    zero = _section(path, config, "zero_optimization")
     stage = zero.get("stage", 0)
     if stage not in (1, 2):
         raise SharedUserError(
@@ -112,13 +106,11 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
                 f"{path}: zero_optimization.{key}: is not used here: the draft is small, and ZeRO divides its states "
                 "among the ranks; remove it"
             )
-    if config["optimizer"].get("type", "AdamW") != "AdamW":
+    if config["optimizer"].setdefault("type", "AdamW") != "AdamW":
         raise SharedUserError(f"{path}: optimizer.type is {config['optimizer']['type']!r}; use AdamW")
-    for section in ("scheduler", "fp16", "sequence_parallel_size"):
-        if config.get(section) and (section != "fp16" or config["fp16"].get("enabled")):
-            raise SharedUserError(
-                f"{path}: {section} is not used here; remove it: the recipe's training section decides"
-            )
+    for key in ("scheduler", "fp16", "sequence_parallel_size"):
+        if config.get(key) and config[key] != {"enabled": False}:
+            raise SharedUserError(f"{path}: {key} is not used here; remove it: the recipe's training section decides")
 
 
 def _refuse_unknown(path: Path, section: str, values: dict[str, Any], known: Sequence[str], what: str) -> None:
