@@ -11,7 +11,6 @@ waits for the device.
 import json
 import tempfile
 from contextlib import closing, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ def trace_loop(case: Case, device: Device, folder: Path) -> dict[str, Any]:
     run = RunFolder(recipe.output.dir)
     with (
         closing(run),
-        watched(topology, hang_minutes=None, patience=timedelta(minutes=5), advice="", less_memory="") as watchdog,
+        watched(topology, hang_minutes=None, advice="", less_memory="") as watchdog,
     ):
         trainer = trainer_of(case, topology, recipe, run, watchdog, trace)
         with trace.tracer:

@@ -1,7 +1,6 @@
 """Fill a recipe's hidden-state store, where each process captures its share of the missing samples; check and repair
 it."""
 
-import datetime
 from collections import Counter
 from contextlib import AbstractContextManager
 from functools import cache, partial
@@ -32,8 +31,6 @@ from eagle3.states.store.writer import Part, StoreWriter
 from eagle3.targets.long_prefill import ChooseKernels, LongPrefill, require_one_rank
 from eagle3.training.watched import watched
 
-# Processes finish hours apart and wait for one another. The watchdog notices those that will never finish.
-PATIENCE = datetime.timedelta(days=7)
 MOST_LINES = 20
 
 
@@ -64,7 +61,6 @@ def watched_capture(recipe: Recipe, topology: Topology) -> AbstractContextManage
         topology,
         # SGLang's client has time limits of its own, which allow for servers that are busy with other jobs.
         hang_minutes=None if recipe.target.backend == "sglang" else recipe.training.hang_minutes,
-        patience=PATIENCE,
         advice="run capture.py again, which continues",
         less_memory="lower hidden_states.prefill_tokens",
     )

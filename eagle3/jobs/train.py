@@ -1,6 +1,5 @@
 """Carry out a training run from its recipe: gather the inputs, train, export the draft, judge it."""
 
-import datetime
 import math
 from collections.abc import Callable
 from contextlib import closing
@@ -51,7 +50,6 @@ from eagle3.training.trainer import Course, Trainer
 from eagle3.training.watched import watched
 
 Finish = Callable[[Path, Console], None]
-PATIENCE = datetime.timedelta(minutes=30)  # timeout for collectives; torch's default
 
 
 @dataclass
@@ -96,7 +94,6 @@ def train(
         watched(
             topology,
             hang_minutes=recipe.training.hang_minutes,
-            patience=PATIENCE,
             advice="continue with --resume auto",
             less_memory="launchers/plan.py says what fits: more sequence ranks, memory.recompute, memory.block_mib, a "
             "shorter data.max_length",
@@ -128,8 +125,6 @@ def _train(recipe: Recipe, run: _Run, resume: Resume, stop: StopSignals, finish:
     run.console.result(f"exported draft: {run.folder.export}")
     # The other ranks wait, because a Slurm job ends soon after any rank exits. They raise whatever the first rank
     # raises.
-    if not run.topology.is_first:
-        run.watchdog.await_first()
     return run.on_first(lambda: _judge(job, run, supply.target, finish)) is not False
 
 
@@ -354,7 +349,6 @@ def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finis
         return judgement.trained.lossless
     finally:
         finish(folder.path, console)
-        run.watchdog.first_is_done()
 
 
 def _check(exported: Path, console: Console) -> None:

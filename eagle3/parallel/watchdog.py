@@ -1,4 +1,4 @@
-"""Ends the job when a rank dies or hangs, and names that rank. Without it, the other ranks could wait for half an hour.
+"""Ends the job when a rank dies or hangs, and names that rank. Without it, the other ranks could wait for days.
 
 In every rank a thread sends a heartbeat: each second it writes to the job's store where its main thread is, and how
 long it has been there. The first rank listens to all others, the others listen to the first, and the first two ranks of
@@ -49,7 +49,7 @@ SEE_OFF_SECONDS = 5.0
 ORPHANED_BEATS = 10
 # After so many more it ends, whatever it is doing.
 STOP_BEATS = 60
-VERDICT, FIRST_DONE = "verdict", "first is done"
+VERDICT = "verdict"
 PACKAGE = Path(__file__).parent.parent
 # Deepspeed has two processes above a rank: its command, and one that starts the node's ranks.
 LAUNCHER = re.compile(r"(.*/)?(deepspeed|torchrun)|(deepspeed\.launcher|torch\.distributed)\.\w+|slurmstepd:.*")
@@ -83,21 +83,6 @@ class Verdict(NamedTuple):
     first_gone: bool = False  # whether the first rank, which normally reports the verdict, is gone
 
 
-class Launcher:
-    """The launcher of this rank: deepspeed, torchrun or Slurm. When it is killed, its ranks live on, and nobody else
-    would end them. It is taken to be the processes above this one that are called so when this is created; a shell is
-    no launcher, so that it may end before a run that it started in the background."""
-
-    def __init__(self) -> None:
-        self.processes = [process.pid for process in psutil.Process().parents() if _is_launcher(process)]
-
-    def is_gone(self) -> bool:
-        """Whether one of its processes has ended, or all had before this was created."""
-        if not self.processes:
-            return os.getppid() == 1 and any(name in os.environ for name in SET_FOR_RANKS)
-        return not all(map(_lives, self.processes))
-
-
 class Watchdog(AbstractContextManager):
     """Watches the job from every rank inside a `with` block. `at` records where this rank is.
 
@@ -116,13 +101,14 @@ class Watchdog(AbstractContextManager):
         asleep_seconds: float = ASLEEP_SECONDS,
     ) -> None:
         self.rank, self.world, self.local_rank = dist.get_rank(), dist.get_world_size(), local_rank
-        self.launcher = Launcher()
+        # A shell is no launcher, so that it may end before a run that it started in the background.
+        self.launcher = [process.pid for process in psutil.Process().parents() if _is_launcher(process)]
         self.hang_seconds, self.report = hang_seconds, report
         self.silent_seconds, self.asleep_seconds = silent_seconds, asleep_seconds
         self.main, self.place, self.since = threading.get_ident(), "starting", time.monotonic()
         self.watched = self.quiet = self.left = self.broken = False
         self.node = node_name()
-        self.count = self.exchanges = self.orphaned = 0
+        self.count = self.orphaned = 0
         with meeting():
             store = job_store(CONNECT)
             token = [token_hex(8)]
@@ -160,16 +146,6 @@ class Watchdog(AbstractContextManager):
         finally:
             self.watched = False
 
-    def first_is_done(self) -> None:
-        """Releases the other ranks from `await_first`. The first rank calls this."""
-        self.store.set(FIRST_DONE, "")
-
-    def await_first(self) -> None:
-        """Waits for `first_is_done`, however long the first rank works alone; a collective would time out. If the first
-        rank dies meanwhile, the watchdog reports it as usual."""
-        while not self.store.check([FIRST_DONE]):
-            time.sleep(BEAT_SECONDS)
-
     def await_verdict(self) -> None:
         """Gives the watchdog time to find out which rank broke a collective. Once it knows, it ends this process."""
         self.broken = True
@@ -189,15 +165,10 @@ class Watchdog(AbstractContextManager):
         self.watcher.join()
         with suppress(dist.DistError):  # the first rank may have left already, with its store
             self._beat()
-            if self.left and self.rank == 0:
-                self._see_off()
-
-    def _see_off(self) -> None:
-        """Lets the first rank wait briefly until the others have left, since they print errors once its store is
-        gone."""
-        until = time.monotonic() + SEE_OFF_SECONDS
-        while time.monotonic() < until and not all(self._heard_of(rank).left for rank in self.heard):
-            time.sleep(0.05)
+            # The first rank sees the others off, since they print errors once its store is gone.
+            until = time.monotonic() + (SEE_OFF_SECONDS if self.left and self.rank == 0 else 0.0)
+            while time.monotonic() < until and not all(self._heard_of(rank).left for rank in self.heard):
+                time.sleep(0.05)
 
     def _listens_to(self) -> list[int]:
         if self.rank == 0:
@@ -215,8 +186,7 @@ class Watchdog(AbstractContextManager):
                 if sound:
                     Console(speaks=True).warn(f"the watchdog of rank {self.rank} failed once and continues: {error!r}")
                 sound = False
-            self.exchanges += 1
-            self.orphaned += self.launcher.is_gone()
+            self.orphaned += self._launcher_is_gone()
             if self.orphaned in (ORPHANED_BEATS, ORPHANED_BEATS + STOP_BEATS):
                 self._stop()
             if verdict and not self.ended.is_set():
@@ -232,8 +202,8 @@ class Watchdog(AbstractContextManager):
             self.thread.join(BEAT_SECONDS)
             if not self.thread.is_alive():
                 return
-            seconds = seconds + BEAT_SECONDS if self.exchanges == previous else 0.0
-            previous = self.exchanges
+            seconds = seconds + BEAT_SECONDS if self.count == previous else 0.0
+            previous = self.count
             if seconds > self.silent_seconds:
                 self._end(self._first_gone(f"was not heard from for {seconds:.0f} s, last"))
 
@@ -251,7 +221,7 @@ class Watchdog(AbstractContextManager):
         time.sleep(0.0 if self.orphaned else BEAT_SECONDS)
         if self.rank == 0 or (self._first.node == self.node and _lives(self._first.pid)):
             lost = Verdict("the launcher that keeps the job's store has ended", first_gone=True)
-            return None if self.launcher.is_gone() else lost
+            return None if self._launcher_is_gone() else lost
         return self._first_gone("has ended,")
 
     def _first_gone(self, event: str) -> Verdict:
@@ -321,6 +291,13 @@ class Watchdog(AbstractContextManager):
         culprits = "; ".join(f"rank {rank} {beat.who} {did}: {_doing(beat)}" for rank, beat in list(absent.items())[:4])
         waits = "".join(f"; rank {rank} waits in {_doing(beat)}" for rank, beat in list(waiting.items())[:1])
         return Verdict(f"no progress for {longest:.0f} s: {culprits}{waits}")
+
+    def _launcher_is_gone(self) -> bool:
+        """Whether deepspeed, torchrun or Slurm, whose ranks live on if it is killed, has ended: one of its processes,
+        or all of them before this watchdog began."""
+        if not self.launcher:
+            return os.getppid() == 1 and any(name in os.environ for name in SET_FOR_RANKS)
+        return not all(map(_lives, self.launcher))
 
     def _stop(self) -> None:
         """Stops this rank, since its launcher is gone: at first as on SIGTERM, after which training ends its step and

@@ -14,20 +14,22 @@ from eagle3.parallel.topology import Topology, is_broken, patient
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.training.stopping import RunStopped
 
+# The others wait in a collective while a rank works alone, perhaps for hours: it prepares data, judges a draft, or has
+# the longest share of a capture. The watchdog notices those that will never come.
+PATIENCE = datetime.timedelta(days=7)
+
 
 @contextmanager
 def watched(
     topology: Topology,
     *,
     hang_minutes: float | None,
-    patience: datetime.timedelta,
     advice: str,
     less_memory: str,
 ) -> Iterator[Watchdog]:
     """Inside the block, a rank that dies or hangs ends the job with a line that names it. Errors that follow from a
     different rank's death wait for that line. Collective.
 
-    patience: how long a collective may take.
     advice: the end of that line.
     less_memory: the end of the UserError for a device that runs out of memory.
     """
@@ -36,7 +38,7 @@ def watched(
         hang_seconds=hang_minutes and 60 * hang_minutes,
         report=lambda verdict: tell_error(f"{verdict}; see what it printed last, and {advice}"),
     )
-    with watchdog, patient(topology, patience):
+    with watchdog, patient(topology, PATIENCE):
         try:
             yield watchdog
         except torch.OutOfMemoryError as error:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 # For anything that a test waits for. The longest takes a few minutes on an idle machine.
 HANG_SECONDS = 3600.0
-# By when the ranks of a broken job must have ended. Those that do not notice would wait in a collective for 30 minutes.
+# By when the ranks of a broken job must have ended. Those that do not notice would wait in a collective for days.
 NOTICED_SECONDS = 900.0
 
 

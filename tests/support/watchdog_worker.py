@@ -112,26 +112,16 @@ def work(case: str, rank: int, topology: Topology, watchdog: Watchdog) -> None:
                     await_hearing(watchdog)
                     misbehave(case)
                 add_up()
-        if case.startswith("first works"):
-            work_alone(case, watchdog)
-            add_up()
-        if case == "works for long":
+        if case in WORKING:
             with patient(topology, 10 * PATIENCE):
-                time.sleep(2.5 * PATIENCE.total_seconds() * (rank == 1))
+                if rank == (1 if case == "works for long" else 0):
+                    time.sleep(2.5 * PATIENCE.total_seconds())
+                    if case == "first works and dies":
+                        die()
                 add_up()
     except RuntimeError:
         watchdog.await_verdict()
         raise
-
-
-def work_alone(case: str, watchdog: Watchdog) -> None:
-    if dist.get_rank():
-        watchdog.await_first()
-        return
-    time.sleep(2.5 * PATIENCE.total_seconds())
-    if case == "first works and dies":
-        die()
-    watchdog.first_is_done()
 
 
 def await_hearing(watchdog: Watchdog) -> None:
