@@ -108,8 +108,8 @@ def test_resume_takes_auto_alone_for_its_value():
 
 
 def test_other_trainers_names_lead_to_keys_that_are_there():
-    keys = keys_of(Recipe)
-    assert not set(OTHER_NAMES.values()) - set(keys) and not set(OTHER_NAMES) & set(keys)
+    keys = {*keys_of(Recipe)}
+    assert not set(OTHER_NAMES.values()) - keys and not set(OTHER_NAMES) & keys
 
 
 QWEN3 = "tests/families/qwen3-8b/chat_template.jinja"

@@ -122,15 +122,13 @@ def apply_override(values: dict, override: str) -> None:
         ) from error
 
 
-def keys_of(section: type[BaseModel], prefix: str = "") -> list[str]:
+def keys_of(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every key below a section, subsections included, as `section.key`."""
-    keys = []
     for name, field in section.model_fields.items():
-        keys.append(prefix + name)
+        yield prefix + name
         for kind in (field.annotation, *get_args(field.annotation)):
             if isinstance(kind, type) and issubclass(kind, Section):
-                keys += keys_of(kind, f"{prefix}{name}.")
-    return keys
+                yield from keys_of(kind, f"{prefix}{name}.")
 
 
 def _explain(where: Path | str, error: dict, remedy: str) -> str:
@@ -162,7 +160,7 @@ def _key_meant(key: str) -> str | None:
     if place.startswith("data.train."):
         matches = difflib.get_close_matches(name, Source.model_fields, n=1)
         return f"{place}.{matches[0]}" if matches else None
-    recipe_keys = keys_of(Recipe)
+    recipe_keys = [*keys_of(Recipe)]
     names = [each.rpartition(".")[2] for each in recipe_keys]
     matches = difflib.get_close_matches(name, names, n=1) or [each for each in names if each.startswith(name)]
     candidates = [each for each in recipe_keys if each.rpartition(".")[2] in matches]

@@ -40,13 +40,6 @@ class Course:
     skipped_in_a_row: int = 0  # the same, since the last step that was not skipped
     kernels: dict[str, str | None] = field(default_factory=dict)  # names, see eagle3.kernels.choice
 
-    def see(self, step: int, acceptance_length: float) -> bool:
-        """Records a held-out measurement. Returns whether it is the best so far."""
-        better = acceptance_length > self.best_acceptance
-        if better:
-            self.best_step, self.best_acceptance = step, acceptance_length
-        return better
-
 
 @dataclass
 class Trainer:
@@ -267,7 +260,9 @@ class Trainer:
         greedy, sampled = (
             sum_sums(reduce(add, each), self.topology.batch, self.topology.device) for each in zip(*chains, strict=True)
         )
-        best = self.course.see(step, greedy.length)
+        best = greedy.length > self.course.best_acceptance
+        if best:
+            self.course.best_step, self.course.best_acceptance = step, greedy.length
         if tracker:
             numbers = {
                 "draft_tokens": chain,
