@@ -59,10 +59,10 @@ def run(recipe: Recipe, options: argparse.Namespace, part: tuple[int, int]) -> i
     console(f"recipe: {options.recipe}; store: {recipe.hidden_states.path}")
     with waiting(console, "loading PyTorch and DeepSpeed"), slow_imports(options.quiet):
         from eagle3.jobs.capture import watched_capture
-        from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
+        from eagle3.parallel.topology import start_distributed, stop_distributed
 
     hidden = recipe.hidden_states
-    topology = start_distributed(1, hidden.ulysses, hidden.ring, timeout=FORMING, section="hidden_states")
+    topology = start_distributed(1, hidden.ulysses, hidden.ring, section="hidden_states")
     with watched_capture(recipe, topology) as watchdog:
         code = work(recipe, options, part, topology, console, watchdog)
     stop_distributed()

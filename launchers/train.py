@@ -145,7 +145,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     with waiting(console, "loading PyTorch and DeepSpeed"), slow_imports(options.quiet):
         from eagle3.jobs.layout import check_layout
         from eagle3.jobs.train import train
-        from eagle3.parallel.topology import FORMING, start_distributed, stop_distributed
+        from eagle3.parallel.topology import start_distributed, stop_distributed
         from eagle3.reporting.report import write_up
 
     if options.check:
@@ -157,7 +157,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         if not options.quiet:
             tell(f"{layout}; {'continues' if continues else 'begins'} {recipe.output.dir}")
         return 0
-    topology = start_distributed(parallelism.tensor, parallelism.ulysses, parallelism.ring, timeout=FORMING)
+    topology = start_distributed(parallelism.tensor, parallelism.ulysses, parallelism.ring)
     try:
         lossless = train(recipe, options.deepspeed, topology, resume, stop, console, finish=write_up)
     except RunStopped as stopped:

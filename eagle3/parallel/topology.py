@@ -84,9 +84,8 @@ def start_distributed(
     tensor: int = 1,
     ulysses: int = 1,
     ring: int = 1,
-    timeout: datetime.timedelta = datetime.timedelta(minutes=30),
+    timeout: datetime.timedelta = FORMING,
     section: str = "parallelism",
-    forming: datetime.timedelta = FORMING,
 ) -> Topology:
     """Joins the job that `deepspeed` or `torchrun` started, or becomes a job with one process, and forms the groups.
 
@@ -94,9 +93,8 @@ def start_distributed(
     ends meanwhile, and if the sizes do not fit the job.
 
     tensor, ulysses, ring: sizes of these groups; the job is data-parallel beyond them.
-    timeout: how long a collective may take.
+    timeout: how long to wait for the other processes, and in a collective outside of `patient`.
     section: the recipe section that holds the sizes, for messages.
-    forming: how long to wait for the other processes.
     """
     require_relied()
     if "RANK" not in os.environ:  # started as a plain program: set what a launcher would set
@@ -104,34 +102,33 @@ def start_distributed(
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nothing listens there
     check_sizes(section, tensor, ulysses, ring, launched("WORLD_SIZE", 1))
     device = _own_device()
-    forming = min(forming, timeout)
     with meeting():
         if not dist.is_initialized():
             backend = "nccl" if device.type == "cuda" else "gloo"
             if launched("WORLD_SIZE", 1) == 1:  # no port that others could reach: the store is in its own memory
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=forming)
+                dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
             deepspeed.init_distributed(
                 dist_backend=backend,
                 auto_mpi_discovery=False,
                 verbose=False,
-                timeout=forming,
+                timeout=timeout,
             )
         parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tensor,
             context_parallel_size=ulysses * ring,
             hierarchical_context_parallel_sizes=[ulysses, ring] if ulysses > 1 and ring > 1 else None,
-            distributed_timeout_minutes=forming.total_seconds() / 60,
+            distributed_timeout_minutes=timeout.total_seconds() / 60,
             create_gloo_process_groups=False,
         )
     sequence = parallel_state.get_context_parallel_group()
-    alone = dist.new_group([dist.get_rank()], timeout=forming, use_local_synchronization=True)
+    alone = dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
     if ulysses > 1 and ring > 1:
         inner, outer = parallel_state.get_hierarchical_context_parallel_groups()
     else:
         inner, outer = (sequence if size > 1 else alone for size in (ulysses, ring))
-    topology = Topology(
+    return Topology(
         tensor=parallel_state.get_tensor_model_parallel_group(),
         ulysses=inner,
         ring=outer,
@@ -142,8 +139,6 @@ def start_distributed(
         alone=alone,
         device=device,
     )
-    _set_timeout(topology, timeout)
-    return topology
 
 
 def job_store(timeout: datetime.timedelta) -> dist.Store:
@@ -207,16 +202,13 @@ def is_broken(error: RuntimeError) -> bool:
 def patient(topology: Topology, timeout: datetime.timedelta) -> Iterator[None]:
     """Inside the block, collectives wait for up to `timeout`. That lets a rank work alone for hours, while a
     watchdog sees which ranks die."""
-    _set_timeout(topology, timeout)
+    own = (part for part in vars(topology).values() if isinstance(part, dist.ProcessGroup))
+    groups = {dist.group.WORLD, *own}
+    set_timeout(groups, timeout)
     try:
         yield
     finally:
-        _set_timeout(topology, FORMING)
-
-
-def _set_timeout(topology: Topology, timeout: datetime.timedelta) -> None:
-    own = (part for part in vars(topology).values() if isinstance(part, dist.ProcessGroup))
-    set_timeout({dist.group.WORLD, *own}, timeout)
+        set_timeout(groups, FORMING)
 
 
 def stop_distributed() -> None:

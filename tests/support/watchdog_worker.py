@@ -87,7 +87,7 @@ def begin(case: str, rank: int) -> Topology:
     if rank == 1 and case == "dies while the job forms":
         dist.init_process_group("gloo", timeout=PATIENCE)
         die()
-    topology = start_distributed(timeout=PATIENCE, forming=PATIENCE) if case in FORMING else start_distributed()
+    topology = start_distributed(timeout=PATIENCE) if case in FORMING else start_distributed()
     if rank == 1 and case == "dies before the watchdog":
         die()
     return topology
