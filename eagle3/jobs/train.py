@@ -44,7 +44,7 @@ from eagle3.training.checkpoint import Checkpoints, written_otherwise
 from eagle3.training.deepspeed_file import deepspeed_config
 from eagle3.training.engine import full_weights, gradient_scale, start_engine, warmup_cosine
 from eagle3.training.run_folder import Resume, RunFolder
-from eagle3.training.stopping import RunStopped, StopSignals
+from eagle3.training.stopping import StopSignals
 from eagle3.training.tracking import memory_gib, require_account
 from eagle3.training.trainer import Course, Trainer
 from eagle3.training.watched import watched
@@ -99,13 +99,7 @@ def train(
             "shorter data.max_length",
         ) as watchdog,
     ):
-        try:
-            return _train(recipe, _Run(deepspeed_file, topology, folder, console, watchdog), resume, stop, finish)
-        except RunStopped as stopped:
-            if not stopped.together:
-                raise
-            ended = stopped
-    raise ended  # only now, so that the watchdog sees this rank leave in good order
+        return _train(recipe, _Run(deepspeed_file, topology, folder, console, watchdog), resume, stop, finish)
 
 
 def _train(recipe: Recipe, run: _Run, resume: Resume, stop: StopSignals, finish: Finish) -> bool:

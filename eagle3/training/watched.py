@@ -38,6 +38,7 @@ def watched(
         hang_seconds=hang_minutes and 60 * hang_minutes,
         report=lambda verdict: tell_error(f"{verdict}; see what it printed last, and {advice}"),
     )
+    ended = None
     with watchdog, patient(topology, PATIENCE):
         try:
             yield watchdog
@@ -52,4 +53,7 @@ def watched(
         except RunStopped as stopped:
             if not stopped.together:  # the signal may have come from a launcher, because another rank died
                 watchdog.end_if_broken()
-            raise
+                raise
+            ended = stopped
+    if ended:
+        raise ended  # only now, so that the watchdog sees this rank leave in good order
