@@ -81,17 +81,12 @@ def resume_apart(words: list[str]) -> list[str]:
     `auto`; otherwise it is a recipe or an override.)"""
     pairs = list(itertools.pairwise([*words, None]))
     for word, next_word in pairs:
-        is_mode = word == "--resume" and next_word and next_word.isalpha() and not Path(next_word).exists()
-        if is_mode and next_word not in ("auto", "yes", "no"):
+        if word != "--resume" or next_word in (None, "auto"):
+            continue
+        if Path(next_word).is_dir() or (next_word.isalpha() and not Path(next_word).exists()):
             raise UserError(
-                f"--resume {next_word}: takes no name; write --resume, which continues from the newest checkpoint"
-            )
-        if word == "--resume" and next_word and Path(next_word).is_dir():
-            raise UserError(f"--resume {next_word}: takes no folder; output.dir names the run")
-        if word == "--resume" and next_word in ("yes", "no"):
-            raise UserError(
-                f"--resume {next_word}: write --resume to continue a run, or --resume auto to continue where there is "
-                "one"
+                f"--resume {next_word}: takes no name or folder; write --resume to continue the run in output.dir from "
+                "its newest checkpoint, or --resume auto to continue where there is one"
             )
     return ["--resume=yes" if (word, next_word != "auto") == ("--resume", True) else word for word, next_word in pairs]
 

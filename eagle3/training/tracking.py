@@ -39,12 +39,10 @@ class Tracker:
     ) -> None:
         self.folder, self.file = folder, (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self.board = self.wandb = None
-        names = ["metrics.jsonl"]
         if tensorboard and importlib.util.find_spec("tensorboard"):
             from eagle3.training.board import Board
 
             self.board = Board(folder / "tensorboard", console.warn)
-            names.append("TensorBoard")
         if wandb_project and importlib.util.find_spec("wandb"):
             import wandb
 
@@ -62,10 +60,8 @@ class Tracker:
                 )
             except (wandb.Error, ValueError) as error:  # ValueError: for bad environment variables
                 raise _does_not_begin(wandb_project, " ".join(str(error).split())) from error
-            names.append("Weights & Biases")
         elif wandb_project:
             console.warn(f"tracking.wandb_project is set but wandb is not installed; {extra_command('wandb')}")
-        console(f"tracking in {', '.join(names)}")
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:
         """Writes one record. Raises UserError if the disk is full."""
