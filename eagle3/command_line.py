@@ -17,6 +17,7 @@ from eagle3.errors import SharedUserError, shown
 from eagle3.recipe.loading import OTHER_NAMES, keys_of
 from eagle3.recipe.schema import Recipe
 
+QUICKSTART = Path(__file__).parents[1] / "recipes" / "quickstart.yaml"
 # Options of the deepspeed launcher, which come before the script.
 DEEPSPEEDS = (
     *("num_gpus", "num_nodes", "include", "exclude", "hostfile", "launcher", "launcher_args", "bind_cores_to_rank"),
@@ -48,19 +49,16 @@ def from_to(least: float, most: float = math.inf) -> Callable[[str], float]:
 
 
 class RecipeParser(Parser):
-    """Parser for launchers that take a recipe, bare or after --recipe, and `section.key=value` for each key to change.
+    """Parser for launchers that take a recipe, bare or after --recipe (without one, the quickstart's), and
+    `section.key=value` for each key to change."""
 
-    default: the recipe to use if none is named.
-    """
-
-    def __init__(self, description: str | None, default: Path) -> None:
+    def __init__(self, description: str | None) -> None:
         super().__init__(description)
-        self.default = default
         self.add_argument(
             "--recipe",
             type=Path,
             action="append",
-            help=f"the recipe's YAML, also without --recipe in front (default: {default.name})",
+            help=f"the recipe's YAML, also without --recipe in front (default: {QUICKSTART.name})",
         )
         self.add_argument(
             "words",
@@ -94,7 +92,7 @@ class RecipeParser(Parser):
                 "with spaces"
             )
         here = Path.cwd()  # to show the default's path as the user would type it from here
-        default = self.default.relative_to(here) if self.default.is_relative_to(here) else self.default
+        default = QUICKSTART.relative_to(here) if QUICKSTART.is_relative_to(here) else QUICKSTART
         options.recipe, options.named = recipes[0] if recipes else default, bool(recipes)
         return options
 

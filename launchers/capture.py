@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from eagle3.parallel.topology import Topology
     from eagle3.parallel.watchdog import Watchdog
 
-ROOT = Path(__file__).parent.parent
-
 
 def main() -> int:
-    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
+    parser = RecipeParser(__doc__)
     parser.add_argument("--part", metavar="I/N", help="capture share I (from 0) of N of the samples, beside other jobs")
     modes = parser.add_mutually_exclusive_group()
     modes.add_argument(

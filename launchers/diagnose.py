@@ -19,8 +19,6 @@ from eagle3.preflight.result_file import require_result_place, write_result
 from eagle3.recipe.loading import apply_override, checked_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 
-ROOT = Path(__file__).parent.parent
-
 
 def main() -> int:
     options = parse()
@@ -56,7 +54,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
+    parser = RecipeParser(__doc__)
     parser.add_argument("--draft", help="folder or hub id of the draft (default: output.dir/export)")
     parser.add_argument("--target", help="folder or hub id of its target (default: the recipe's model.target)")
     parser.add_argument(

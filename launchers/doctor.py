@@ -14,6 +14,7 @@ from eagle3.errors import UserError, run_command
 from eagle3.preflight.inputs import inputs_of
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
+from eagle3.training.deepspeed_file import ZERO2
 
 if TYPE_CHECKING:
     from eagle3.parallel.topology import Topology
@@ -25,8 +26,8 @@ PATIENCE = datetime.timedelta(minutes=2)  # for processes that start late, or no
 
 
 def main() -> int:
-    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
-    parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
+    parser = RecipeParser(__doc__)
+    parser.add_argument("--deepspeed", type=Path, default=ZERO2, help="the DeepSpeed file")
     parser.add_argument(
         "--quiet", action="store_true", help="print only failures, what you have to judge, and the verdict"
     )

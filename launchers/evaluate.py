@@ -24,7 +24,6 @@ from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import MOST_KEYS, Recipe
 from eagle3.targets.sglang.installed import require_sglang
 
-ROOT = Path(__file__).parent.parent
 MOST_SEED = 2**63
 # Options that --check needs, and those that only --by-context uses.
 WITH_CHECK = ("check", "draft", "quiet", "recipe", "named", "words", "overrides")
@@ -86,7 +85,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
+    parser = RecipeParser(__doc__)
     parser.add_argument("--draft", type=Path, help="folder of the exported draft (default: output.dir/export)")
     parser.add_argument(
         "--engine",

@@ -12,6 +12,7 @@ from eagle3.hub import require_folder
 from eagle3.recipe.loading import apply_override, checked_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.targets.sglang.installed import INSTALL, TESTED, is_installed
+from eagle3.training.deepspeed_file import ZERO2
 
 if TYPE_CHECKING:
     from eagle3.targets.facts import TargetFacts
@@ -24,7 +25,7 @@ def main() -> None:
     parser.add_argument("--target", help="hub id, or a folder with a config.json")
     parser.add_argument("--id", help="hub id to write as model.target in place of the folder that is read")
     parser.add_argument("--out", type=Path, help="the YAML to write (default: recipes/ and the target's name)")
-    parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
+    parser.add_argument("--deepspeed", type=Path, default=ZERO2, help="the DeepSpeed file")
     parser.add_argument("--refresh", type=Path, metavar="RECIPE", help="rewrite a recipe's closing comment")
     parser.add_argument("--quiet", action="store_true", help="print only the file written, and what to check in it")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="keys to write into a new recipe")

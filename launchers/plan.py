@@ -11,15 +11,15 @@ from eagle3.console import GREEN, RED, tell
 from eagle3.errors import SharedUserError, run_command
 from eagle3.parallel.sizes import check_sizes, stream_samples
 from eagle3.recipe.loading import load_recipe
+from eagle3.training.deepspeed_file import ZERO2
 
-ROOT = Path(__file__).parent.parent
 MOST_TOKENS = 10**9  # of one document
 MOST_GB = 2000.0  # more than any GPU has, but less than one GPU's memory written in MiB
 
 
 def main() -> int:
-    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
-    parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
+    parser = RecipeParser(__doc__)
+    parser.add_argument("--deepspeed", type=Path, default=ZERO2, help="the DeepSpeed file")
     parser.add_argument("--gpus", type=from_to(1), default=8, help="in the whole job (default 8)")
     parser.add_argument("--gpu-memory", type=gigabytes, default=80.0, metavar="GB", help="of each (default 80)")
     parser.add_argument(

@@ -1,7 +1,6 @@
 """Tokenise and mask a recipe's data, report what was kept and dropped, and show samples with supervised tokens."""
 
 import sys
-from pathlib import Path
 
 from eagle3.command_line import RecipeParser, from_to, slow_imports
 from eagle3.console import Console, shows_colours, tell, waiting
@@ -9,11 +8,9 @@ from eagle3.errors import run_command
 from eagle3.preflight.inputs import require_inputs
 from eagle3.recipe.loading import load_recipe
 
-ROOT = Path(__file__).parent.parent
-
 
 def main() -> None:
-    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
+    parser = RecipeParser(__doc__)
     parser.add_argument(
         "--preview", type=from_to(0), default=0, metavar="N", help="print N samples, supervised tokens marked"
     )

@@ -16,16 +16,14 @@ from eagle3.preflight.inputs import require_inputs, require_servers, require_sto
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.training.claim import holder_of
-from eagle3.training.deepspeed_file import read_deepspeed_file
+from eagle3.training.deepspeed_file import ZERO2, read_deepspeed_file
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
 
-ROOT = Path(__file__).parent.parent
-
 
 def main() -> int:
-    parser = RecipeParser(__doc__, ROOT / "recipes" / "quickstart.yaml")
-    parser.add_argument("--deepspeed", type=Path, default=ROOT / "ds_configs" / "zero2.json", help="the DeepSpeed file")
+    parser = RecipeParser(__doc__)
+    parser.add_argument("--deepspeed", type=Path, default=ZERO2, help="the DeepSpeed file")
     parser.add_argument(
         "--resume",
         nargs="?",

@@ -8,9 +8,9 @@ from pathlib import Path
 from eagle3.command_line import Parser, from_to, slow_imports
 from eagle3.console import Console, tell, waiting
 from eagle3.errors import SharedUserError, run_command
+from eagle3.training.deepspeed_file import ZERO2
 
 ROOT = Path(__file__).parent.parent
-DEEPSPEED_FILE = ROOT / "ds_configs" / "zero2.json"
 
 
 def main() -> int:
@@ -67,7 +67,7 @@ def main() -> int:
     sharding = SequenceSharding(options.ulysses, options.ring, options.layout, options.query_selection)
     memory = MemoryPlan(options.recompute, options.block_mib * 2**20)
     with waiting(Console(topology.is_first, quiet=options.quiet), "computing loss and gradients"):
-        actual = run_case(case, topology, steps, dtype, DEEPSPEED_FILE, sharding, options.ring_mode, memory)
+        actual = run_case(case, topology, steps, dtype, ZERO2, sharding, options.ring_mode, memory)
     errors = relative_errors(actual, expected)
     allowed = {name: tolerance(name, dtype) for name in errors}
     if topology.is_first:

@@ -21,7 +21,7 @@ LAUNCHERS = sorted((ROOT / "launchers").glob("*.py"))
 
 
 def parse(*words: str):
-    parser = RecipeParser(None, QUICKSTART)
+    parser = RecipeParser(None)
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--draft", type=Path)
     return parser.parse(words)
