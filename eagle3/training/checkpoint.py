@@ -24,7 +24,7 @@ from eagle3.finite import is_finite
 from eagle3.parallel.topology import agreed
 from eagle3.patches import collect_failures, plain_loads
 from eagle3.training import safe_loading
-from eagle3.training.manifest import DAMAGED, MANIFEST, Manifest, Problem, finished
+from eagle3.training.manifest import MANIFEST, Manifest, finished
 from eagle3.training.safe_loading import require_plain
 
 # How long the first rank waits to see the other nodes' files, since network file systems cache listings.
@@ -125,25 +125,25 @@ class Checkpoints:
         """Loads this run's newest intact checkpoint; returns None if there are no checkpoints. Newer ones that are
         damaged or belong to a different run are renamed, with a warning, so that they do not count towards `keep`.
         Raises UserError if there are checkpoints but none can be loaded."""
-        problems: dict[Path, Problem] = {}
+        problems: dict[Path, str] = {}
         for path in reversed(finished(self.folder)):
             if (problem := self._problem(path)) is None:
                 self._set_aside(problems)
                 return self._load(engine, path)
             problems[path] = problem
         if problems:
-            reasons = "; ".join(f"{path.name}: {problem.text}" for path, problem in problems.items())
+            reasons = "; ".join(f"{path.name}: {problem}" for path, problem in problems.items())
             raise SharedUserError(
                 f"{self.folder}: no intact checkpoint of this run ({reasons}); put one back, or start afresh without "
                 "--resume"
             )
         return None
 
-    def _set_aside(self, problems: dict[Path, Problem]) -> None:
+    def _set_aside(self, problems: dict[Path, str]) -> None:
         dist.barrier()  # wait until every rank has looked
         for path, problem in problems.items():
-            aside = path.with_name(f"{problem.kind}-{path.name}")
-            self.warn(f"{path}: {problem.text}; renamed to {aside.name}; the checkpoint before it is used")
+            aside = path.with_name(f"unusable-{path.name}")
+            self.warn(f"{path}: {problem}; renamed to {aside.name}; the checkpoint before it is used")
             if dist.get_rank() == 0:
                 _remove(aside)
                 path.rename(aside)
@@ -153,17 +153,15 @@ class Checkpoints:
         """Loads the checkpoint of one step. If it is damaged or a different run's, warns and returns None."""
         path = self.path(step)
         if problem := self._problem(path):
-            self.warn(f"{path}: {problem.text}; the last weights are used instead")
+            self.warn(f"{path}: {problem}; the last weights are used instead")
             return None
         return self._load(engine, path)
 
-    def _problem(self, path: Path) -> Problem | None:
+    def _problem(self, path: Path) -> str | None:
         """Why this checkpoint cannot be loaded, or None if it can."""
         with waiting(self.say, f"checking {path}"):
             manifest = Manifest.read(path)
-            if manifest is None:
-                return Problem(DAMAGED, f"{MANIFEST} is missing or damaged")
-            return manifest.problem(path, self.run)
+            return manifest.problem(path, self.run) if manifest else f"{MANIFEST} is missing or damaged"
 
     def _load(self, engine: DeepSpeedEngine, path: Path) -> Resumed:
         agreed((lambda: require_plain(path)) if dist.get_rank() == 0 else None)

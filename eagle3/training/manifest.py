@@ -6,24 +6,16 @@ import re
 from collections.abc import Iterable
 from itertools import product
 from pathlib import Path, PurePosixPath
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, StringConstraints
 
 from eagle3.durable import file_digest, write_text
 
 MANIFEST = "manifest.json"
-DAMAGED, FOREIGN = "damaged", "foreign"
 # DeepSpeed's file names. Their numbers are the tensor-parallel rank, and the data-parallel and tensor-parallel ranks.
 MODEL_STATES = re.compile(r"mp_rank_(\d{2,6})_model_states\.pt")
 OPTIMIZER_STATES = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt")
-
-
-class Problem(NamedTuple):
-    """Why a checkpoint cannot be loaded."""
-
-    kind: str  # DAMAGED or FOREIGN
-    text: str  # what is wrong
 
 
 def _inside(name: str) -> str:
@@ -55,22 +47,22 @@ class Manifest(BaseModel, strict=True):
             return None
         return manifest if _complete(manifest.files) else None
 
-    def problem(self, checkpoint: Path, run: str) -> Problem | None:
+    def problem(self, checkpoint: Path, run: str) -> str | None:
         """Why `run` must not load the checkpoint, or None."""
         if self.run != run:
-            return Problem(FOREIGN, f"written by run {self.run}, this is run {run}")
+            return f"written by run {self.run}, this is run {run}"
         try:
             for name, expected in self.files.items():
                 if not (checkpoint / name).is_file():
-                    return Problem(DAMAGED, f"{name} is missing")
+                    return f"{name} is missing"
                 if file_digest(checkpoint / name) != expected:
-                    return Problem(DAMAGED, f"{name} is damaged")
+                    return f"{name} is damaged"
             # File systems and desktops leave hidden files (.nfs..., .DS_Store), which DeepSpeed ignores.
             present = {path for path in checkpoint.rglob("*") if path.is_file() and not path.name.startswith(".")}
         except (OSError, ValueError) as error:  # ValueError: a name is not a valid file name
-            return Problem(DAMAGED, f"cannot be read ({error})")
+            return f"cannot be read ({error})"
         unknown = {path.relative_to(checkpoint).as_posix() for path in present} - {*self.files, MANIFEST}
-        return Problem(DAMAGED, f"{min(unknown)} is not in {MANIFEST}") if unknown else None
+        return f"{min(unknown)} is not in {MANIFEST}" if unknown else None
 
 
 def _complete(names: Iterable[str]) -> bool:

@@ -208,7 +208,7 @@ def test_killed_runs_resume_to_the_same_weights_bit_for_bit(tmp_path, target):
     weights = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
     weights.write_bytes(weights.read_bytes()[:-1])
     output = finish(launch(*command, "--resume"))
-    assert f"{newest}: {weights.name} is damaged; renamed to damaged-step" in output
+    assert f"{newest}: {weights.name} is damaged; renamed to unusable-step" in output
 
     expected, actual = (
         load_file(folder / "export" / "model.safetensors") for folder in (tmp_path / "undisturbed", run)

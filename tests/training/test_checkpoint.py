@@ -207,7 +207,7 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(engine, checkpoints, war
     assert checkpoints.load_newest(engine) == (1, {"of": "one"})
     assert same(weights(engine), before)
     assert len(warnings) == 1
-    assert warnings[0].startswith(f"{at(checkpoints, 2)}: ") and f"{problem}; renamed to damaged-step" in warnings[0]
+    assert warnings[0].startswith(f"{at(checkpoints, 2)}: ") and f"{problem}; renamed to unusable-step" in warnings[0]
     checkpoints.keep = 1
     checkpoints.save(engine, 2, {}, None)
     assert names(checkpoints) == steps(2)
@@ -295,10 +295,10 @@ def test_another_runs_checkpoint_is_never_loaded(engine, checkpoints, warnings):
     prefix = f"{at(checkpoints, 2)}: written by run {other}, this is run {own}; "
     assert [warning.removeprefix(prefix) for warning in warnings] == [
         "the last weights are used instead",
-        "renamed to foreign-step-00000002; the checkpoint before it is used",
+        "renamed to unusable-step-00000002; the checkpoint before it is used",
     ]
     shutil.rmtree(at(checkpoints, 1))
-    (checkpoints.folder / "foreign-step-00000002").rename(at(checkpoints, 2))
+    (checkpoints.folder / "unusable-step-00000002").rename(at(checkpoints, 2))
     with pytest.raises(UserError, match=f"of this run .*written by run {other}, this is run {own}"):
         checkpoints.load_newest(engine)
     assert same(weights(engine), before) and names(checkpoints) == steps(2)

@@ -369,8 +369,8 @@ def test_another_runs_newer_checkpoint_is_set_aside_and_a_damaged_identity_is_a_
     manifest.write_text(manifest.read_text().replace(own, other))
     train(recipe, ZERO2, topology, "auto")
     stderr = capsys.readouterr().err
-    assert f"step-00000099: written by run {other}, this is run {own}; renamed to foreign-step-00000099" in stderr
-    assert (folder.checkpoints / "foreign-step-00000099").is_dir()
+    assert f"step-00000099: written by run {other}, this is run {own}; renamed to unusable-step-00000099" in stderr
+    assert (folder.checkpoints / "unusable-step-00000099").is_dir()
     folder.identity.write_bytes(b"\xff")
     with pytest.raises(UserError, match="run_id.txt: damaged; .*manifest.json"):
         train(recipe, ZERO2, topology, "auto")
