@@ -100,14 +100,12 @@ class RecipeParser(Parser):
         name, equals, value = option.partition("=")
         value = value if equals else _value_of(option, words)
         name = name.lstrip("-").replace("-", "_")
-        by_name: dict[str, list[str]] = {}
-        for key in keys_of(Recipe):
-            for each in {key, key.rpartition(".")[2]}:
-                by_name.setdefault(each, []).append(key)
-        by_name |= {other: [key] for other, key in OTHER_NAMES.items()}
-        keys = by_name.get(name) or [key for near in get_close_matches(name, by_name, 1, 0.8) for key in by_name[near]]
+        named = [(each, key) for key in keys_of(Recipe) for each in {key, key.rpartition(".")[2]}]
+        named += OTHER_NAMES.items()
+        meant = get_close_matches(name, dict(named), 1, 0.8)  # the name itself, if it is one
+        keys = [key for each, key in named if [each] == meant]
         near = get_close_matches(option.partition("=")[0], self._option_string_actions, 1, 0.8)
-        if near and name not in by_name:
+        if near and meant != [name]:
             raise SharedUserError(f"command line: {shown(option)} is not an option; did you mean {near[0]}?")
         if name in DEEPSPEEDS:
             given = option if equals else f"{option} {value}"

@@ -172,36 +172,33 @@ def require_prompts_file(file: Path, value: str | None = None) -> None:
 
 
 def _require_target(model: Model) -> None:
-    folder = Path(model.target)
+    size, layers = model.demo.vocab_size, model.demo.layers
     if model.target != "demo":
-        require_folder(model.target)
-    size, layers = _sizes_of(model)  # refuses a draft, which has no tokenizer
-    if model.target != "demo" and folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise SharedUserError(
-                f"target '{folder}': no config.json in this folder; copy it from where the weights come from"
-            )
-        if not any(
-            any(folder.glob(pattern)) for pattern in TOKENIZER_FILES
-        ):  # transformers would create a tokenizer without tokens
-            raise SharedUserError(
-                f"target '{folder}': no tokenizer in this folder (tokenizer.json, for example); copy it from where the "
-                "weights come from"
-            )
+        size, layers = _sizes_of(model.target)
     if size and not (model.draft.vocabulary or model.draft.init_from):
         drafted_tokens(model.draft.vocab_size, size)
     if layers:
         check_aux_layers(model.aux_layers or default_aux_layers(layers), layers)
 
 
-def _sizes_of(model: Model) -> tuple[int | None, int | None]:
+def _sizes_of(target: str) -> tuple[int | None, int | None]:
     """The target's vocabulary size and number of layers. A number is None unless a local config.json has it in the
-    usual place. Raises UserError if the target is a draft."""
-    if model.target == "demo":
-        return model.demo.vocab_size, model.demo.layers
+    usual place. Raises UserError if the target is a draft, or a folder that is not there or lacks something."""
+    require_folder(target)
+    folder, sizes = Path(target), (None, None)
     with suppress(FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError, AttributeError):
-        values = parse_json(Path(model.target, "config.json").read_bytes())
-        require_no_draft(model.target, values)
+        values = parse_json((folder / "config.json").read_bytes())
+        require_no_draft(target, values)  # a draft has no tokenizer, either
         values = values.get("text_config", values)
-        return tuple(x if type(x) is int else None for x in map(values.get, ("vocab_size", "num_hidden_layers")))
-    return None, None
+        sizes = tuple(x if type(x) is int else None for x in map(values.get, ("vocab_size", "num_hidden_layers")))
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise SharedUserError(
+            f"target '{folder}': no config.json in this folder; copy it from where the weights come from"
+        )
+    # transformers would create a tokenizer without tokens
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise SharedUserError(
+            f"target '{folder}': no tokenizer in this folder (tokenizer.json, for example); copy it from where the "
+            "weights come from"
+        )
+    return sizes
