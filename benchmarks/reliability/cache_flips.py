@@ -8,7 +8,7 @@ from pathlib import Path
 from ground import Ground, require, run_difference
 from tries import Case, Verdict, judge, warned
 
-FILES = ("ids.npy", "loss_mask.npy", "offsets.npy", "digests.npy", "summary.json")
+FILES = ("ids", "loss_mask", "ends", "digests", "summary.json")
 MODES = ("live", "stored")
 
 

@@ -156,6 +156,6 @@ def _made(ended: Ended, folder: Path) -> None:
 
 
 def _target_files(folder: Path) -> dict[str, str]:
-    """Digests of the demo target's files, but for its record, which has the seconds."""
+    """Digests of the demo target's files, but for its records, which have the seconds."""
     (target,) = (folder / "cache").glob("demo-target-*")
-    return {name: digest for name, digest in contents(target).items() if name != "training.json"}
+    return {name: digest for name, digest in contents(target).items() if name not in ("training.json", "record.json")}

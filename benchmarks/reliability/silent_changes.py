@@ -114,10 +114,10 @@ def _entry(ground: Ground, manner: str) -> Verdict:
 
     whole, folder = ground.once(ground.undisturbed / "two sets", make), ground.empty("silent_changes")
     shutil.copytree(whole / "cache", folder / "cache")
-    sizes = {entry: (entry / "ids.npy").stat().st_size for entry in (folder / "cache" / "tokenized").iterdir()}
+    sizes = {entry: (entry / "ids").stat().st_size for entry in (folder / "cache" / "tokenized").iterdir()}
     other, own = sorted(sizes, key=sizes.get)
     if manner == "its record alone":
-        shutil.copy(other / "summary.json", own / "summary.json")
+        shutil.copy(other / "record.json", own / "record.json")
     else:
         own.rename(folder / "away")
         own.symlink_to(other) if manner == "a link" else other.rename(own)
@@ -149,7 +149,7 @@ def _copy(ground: Ground, damage: str, place: float) -> Verdict:
 
         require(prepare())
         tokens = _tokens(folder)
-        [copy] = (folder / "cache" / "downloads").glob("*.jsonl")
+        [copy] = (folder / "cache" / "downloads").glob("*/rows.jsonl")
         content = bytearray(copy.read_bytes())
         if damage == "rows cut off":
             content = content[: content.index(b"\n", int(place * len(content) * 0.9)) + 1]
@@ -163,7 +163,7 @@ def _copy(ground: Ground, damage: str, place: float) -> Verdict:
 
 def _tokens(folder: Path) -> bytes:
     """Of the set that was prepared last."""
-    sets = (folder / "cache" / "tokenized").glob("*/ids.npy")
+    sets = (folder / "cache" / "tokenized").glob("*/ids")
     return max(sets, key=lambda path: path.stat().st_mtime_ns).read_bytes()
 
 

@@ -4,7 +4,6 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,16 +14,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
-from eagle3.console import Progress, Warned, waiting
-from eagle3.demo.training import TRAINED_BY, measure_language_model, read_saved, train_language_model, write_saved
-from eagle3.durable import file_digest
+from eagle3.console import Progress, waiting
+from eagle3.demo.training import measure_language_model, read_saved, train_language_model, write_saved
 from eagle3.errors import UserError
 from eagle3.recipe.schema import Demo
-from eagle3.sealed import DAMAGE, read_sealed, sealed
-from eagle3.text.cache import opens, replacing_folder
+from eagle3.text.cache import found, replacing_folder
 
 BATCH = 256  # questions answered together
-FORMAT = 2  # raise this if a change here makes a different model from the same arguments
+FORMAT = 3  # raise this if a change here makes a different model from the same arguments
 ANSWERS, HELD_OUT_ANSWERS = "answers.jsonl", "held_out_answers.jsonl"
 RECORD = "training.json"
 # The chat template repeats these literally, so that it can be read on its own.
@@ -80,31 +77,22 @@ def demo_target(
     `make` is false.
     """
     _require_shape(demo)
-    training = {name: getattr(demo, name) for name in TRAINED_BY}
-    answer_settings = {"answers": demo.answers, "answer_tokens": demo.answer_tokens}
     versions = [tokenizers.__version__, torch.__version__, transformers.__version__]
-    inputs = [FORMAT, versions, demo_shape(demo), demo.short_context, training, answer_settings, rows, held_out]
+    inputs = [FORMAT, versions, demo.model_dump(), rows, held_out]
     identity = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
     folder = Path(cache_dir).expanduser() / f"demo-target-{identity}"
-    damage = "is not there"
-    if (folder / RECORD).is_file():
-        try:
-            return _open(folder, folder.name)
-        except DAMAGE as error:
-            damage = f"is damaged ({error!s:.200})"
-            if make:
-                report(Warned(f"the demo target {folder} {damage}; making it again"))
-    if not make:
+    is_cached = found(folder, "the demo target", report)
+    if not (is_cached or make):
         raise UserError(
-            f"model.target: demo: {folder} {damage}, and a new one would not be the target that the draft learnt "
-            "from; set data.cache_dir or model.demo as in training, and use the same Python and packages, or name the "
-            "target's folder as model.target"
+            f"model.target: demo: there is no whole one in {folder}, and a new one would not be the target that the "
+            "draft learnt from; set data.cache_dir or model.demo as in training, and use the same Python and packages, "
+            "or name the target's folder as model.target"
         )
-    # If another process was faster, its model is just as good.
-    with replacing_folder(folder, partial(opens, partial(_open, key=folder.name)), resumable=True) as temporary:
-        record = _make(temporary, rows, held_out, demo, torch.device(device), report)
-        (temporary / RECORD).write_text(json.dumps(sealed(record, folder.name), indent=1), encoding="utf-8")
-    return _open(folder, folder.name)._replace(cached=False)
+    if not is_cached:
+        with replacing_folder(folder, resumable=True) as unfinished:
+            _make(unfinished, rows, held_out, demo, torch.device(device), report)
+    record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    return DemoTarget(folder, record["loss"], record["held_out_loss"], record["seconds"], is_cached)
 
 
 def _require_shape(demo: Demo) -> None:
@@ -129,16 +117,6 @@ def _require_shape(demo: Demo) -> None:
             raise UserError(f"model.demo{problem}")
 
 
-def _open(folder: Path, key: str) -> DemoTarget:
-    """Open the demo target in `folder`, after checking all of it, and that it is the one of this key. Raises one of
-    DAMAGE."""
-    record = read_sealed(folder / RECORD, key)
-    for name, digest in record["files"].items():
-        if file_digest(folder / name) != digest:
-            raise ValueError(f"{name} does not fit its digest")
-    return DemoTarget(folder, record["loss"], record["held_out_loss"], record["seconds"], cached=True)
-
-
 def demo_shape(demo: Demo) -> dict[str, Any]:
     """The shape of a demo target as arguments of LlamaConfig."""
     return {
@@ -160,8 +138,8 @@ def _make(
     demo: Demo,
     device: torch.device,
     report: Callable[[str], None],
-) -> dict[str, Any]:
-    """Train the target and write its files. Returns the record of them."""
+) -> None:
+    """Train the target and write its files."""
     start = time.monotonic()
     disable_progress_bar()  # the bar for saving the model garbles logs
     with waiting(report, "demo target: making a tokenizer"):
@@ -203,14 +181,8 @@ def _make(
         answers = greedy_answers(model, tokenizer, questions, demo.answer_tokens, report, saved / name)
         text = "".join(json.dumps({"messages": messages}) + "\n" for messages in answers)
         (folder / name).write_text(text, encoding="utf-8")
-    return {
-        "loss": loss,
-        "held_out_loss": held_out_loss,
-        "held_out_accuracy": accuracy,
-        "steps": demo.steps,
-        "seconds": seconds,
-        "files": {path.name: file_digest(path) for path in sorted(folder.iterdir())},
-    }
+    record = {"loss": loss, "held_out_loss": held_out_loss, "held_out_accuracy": accuracy, "seconds": seconds}
+    (folder / RECORD).write_text(json.dumps(record | {"steps": demo.steps}, indent=1), encoding="utf-8")
 
 
 def _spread(conversations: list[dict], count: int) -> list[dict]:
@@ -280,7 +252,7 @@ def greedy_answers(
         tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True) for question in questions
     ]
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    answers = {int(index): text for index, text in json.loads(read_saved(saved, report) or b"{}").items()}
+    answers = read_saved(saved, report) or {}
     report(f"answering {len(order):,} questions")
     progress = Progress(report, "answering", len(order), "questions")
     for start in range(0, len(order), BATCH):
@@ -298,7 +270,7 @@ def greedy_answers(
         ids = model.generate(**batch, max_new_tokens=new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id)
         texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         answers.update(zip(indices, texts, strict=True))
-        write_saved(saved, json.dumps(answers).encode())
+        write_saved(saved, answers)
         progress.advance(len(indices))
     return [
         [question, {"role": "assistant", "content": answers[index]}]

@@ -1,15 +1,15 @@
 """Train the demo target, a small language model, on a few cores: batches with little padding, Muon, linear decay."""
 
 import hashlib
+import io
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load, save
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaForCausalLM
@@ -35,10 +35,6 @@ class Batch(NamedTuple):
     labels: torch.Tensor  # the same, but IGNORED for padding
 
 
-# Keys of model.demo that the training depends on.
-TRAINED_BY = ("batch_tokens", "steps", "learning_rate", "adam_learning_rate", "seed", "short_steps")
-
-
 def train_language_model(
     model: LlamaForCausalLM,
     documents: Sequence[torch.Tensor],
@@ -47,8 +43,8 @@ def train_language_model(
     short: Sequence[torch.Tensor] = (),
     saved: Path | None = None,
 ) -> float:
-    """Train the model in place on `documents` (int64 [T] each) with the settings in `demo` (TRAINED_BY). The first
-    `short_steps` steps train on `short`. Returns the mean loss of the last tenth of the steps, in nats per token.
+    """Train the model in place on `documents` (int64 [T] each) with the settings in `demo`. The first `short_steps`
+    steps train on `short`. Returns the mean loss of the last tenth of the steps, in nats per token.
 
     saved: file for the state now and then, from which the training goes on, bit for bit, if it is there
     """
@@ -61,10 +57,12 @@ def train_language_model(
     ]
     short_batches = islice(batches(short, batch_tokens, seed), demo.short_steps) if demo.short_steps else ()
     batch_stream = chain(short_batches, batches(documents, batch_tokens, seed))
-    # what each optimiser keeps of each weight
-    names = {weight: name for name, weight in model.named_parameters()}
-    slots = {names[weight]: each.state[weight] for each in optimizers for weight in each.param_groups[0]["params"]}
-    losses = _restored(saved, model, slots, report) if saved else []
+    losses: list[torch.Tensor] = []
+    if saved and (state := read_saved(saved, report)):
+        losses = state.pop()
+        for part, kept in zip((model, *optimizers), state, strict=True):
+            part.load_state_dict(kept)
+        report(f"demo target: goes on after step {len(losses):,}, where it was stopped")
     before, saved_at, progress = len(losses), time.monotonic(), Progress(report, "demo target", steps, "steps")
     for step, batch in enumerate(islice(batch_stream, before, steps), before + 1):
         loss = model(input_ids=batch.ids.to(model.device), labels=batch.labels.to(model.device), use_cache=False).loss
@@ -76,42 +74,28 @@ def train_language_model(
             optimizer.zero_grad(set_to_none=True)
         losses.append(loss.detach())
         if saved and (step == steps or time.monotonic() - saved_at > SAVE_SECONDS):
-            kept = {f"{name}/{kind}": tensor for name, slot in slots.items() for kind, tensor in slot.items()}
-            write_saved(saved, save(model.state_dict() | kept | {"losses": torch.stack(losses)}))
+            write_saved(saved, [*(part.state_dict() for part in (model, *optimizers)), losses])
             saved_at = time.monotonic()
         progress.at(step, free=before, extra=f"loss {torch.stack(losses[-20:]).mean().item():.3f}")
     return torch.stack(losses[-math.ceil(steps / 10) :]).mean().item()
 
 
-def _restored(
-    saved: Path, model: LlamaForCausalLM, slots: dict[str, dict], report: Callable[[str], None]
-) -> list[torch.Tensor]:
-    """Restores the saved state, if there is one. Returns the losses of the steps that it has behind it."""
-    content = read_saved(saved, report)
-    if not content:
-        return []
-    state = {name: tensor.to(model.device) for name, tensor in load(content).items()}
-    model.load_state_dict(state, strict=False)  # not its other entries
-    for name, tensor in state.items():
-        weight, _, kind = name.rpartition("/")
-        if weight:
-            slots[weight][kind] = tensor
-    report(f"demo target: goes on after step {len(state['losses']):,}, where it was stopped")
-    return list(state["losses"])
+def write_saved(path: Path, value: Any) -> None:
+    """Replaces the file by a value that torch.load gives back, and its digest. A kill leaves the old file or the new
+    one."""
+    torch.save(value, content := io.BytesIO())
+    write_bytes(path, hashlib.sha256(content.getbuffer()).digest() + content.getbuffer())
 
 
-def write_saved(path: Path, content: bytes) -> None:
-    """Replaces the file by the content's digest and the content. A kill leaves either the old file or the new one."""
-    write_bytes(path, hashlib.sha256(content).digest() + content)
-
-
-def read_saved(path: Path, report: Callable[[str], None]) -> bytes:
-    """What `write_saved` wrote. Empty if there is nothing or, with a warning, if it is damaged."""
-    content = path.read_bytes() if path.exists() else b""
-    if content and hashlib.sha256(content[DIGEST_BYTES:]).digest() != content[:DIGEST_BYTES]:
+def read_saved(path: Path, report: Callable[[str], None]) -> Any:
+    """What `write_saved` wrote. None if there is nothing or, with a warning, if it is damaged."""
+    if not path.exists():
+        return None
+    content = path.read_bytes()
+    if hashlib.sha256(content[DIGEST_BYTES:]).digest() != content[:DIGEST_BYTES]:
         report(Warned(f"{path}: does not fit its digest; this part of the demo target is made again"))
-        return b""
-    return content[DIGEST_BYTES:]
+        return None
+    return torch.load(io.BytesIO(content[DIGEST_BYTES:]), weights_only=True)
 
 
 def rate(step: int, steps: int) -> float:

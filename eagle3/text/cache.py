@@ -1,8 +1,10 @@
-"""Write safely below data.cache_dir: into a temporary folder, which is renamed once it is complete.
+"""Folders below data.cache_dir: written aside, renamed once they are complete, and compared with their digests whenever
+they are found.
 
-Leftovers of killed processes are removed.
+Leftovers of killed processes are removed, or continued.
 """
 
+import json
 import os
 import re
 import secrets
@@ -13,17 +15,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from eagle3.durable import Lock, lock, writing
+from eagle3.console import Warned
+from eagle3.durable import Lock, file_digest, lock, writing
 from eagle3.errors import UserError
-from eagle3.sealed import DAMAGE
+from eagle3.sealed import DAMAGE, read_sealed, sealed
 
-LOCK = "owner.lock"  # holds the host's name
-# Temporary names of tokenised data, downloads and demo targets.
-OURS = re.compile(r"\.([0-9a-f]{32}|.+-[0-9a-f]{16}\.jsonl|demo-target-[0-9a-f]{16})\.[a-z0-9_]{8}")
-# Such a folder outlives its owner, so that the next process on that host can go on with what is in it.
-UNFINISHED = re.compile(r"\.([0-9a-f]{32}|demo-target-[0-9a-f]{16})\.[A-Za-z0-9_-]*\.unfinished")
+LOCK = "owner.lock"
+RECORD = "record.json"  # the digests of the other files, sealed under the folder's name
+# What tokenised data, downloads and demo targets are written into. It outlives its owner, so that the next process can
+# go on with what is in it.
+UNFINISHED = re.compile(r"\.([0-9a-f]{32}|.+-[0-9a-f]{16})\..+\.unfinished")
 QUIET_SECONDS = 86_400.0
 
 
@@ -31,54 +34,85 @@ class Unresumable(UserError):
     """An error after which what was written into a resumable folder is of no more use."""
 
 
-@contextmanager
-def beside(path: Path, resumable: bool = False) -> Iterator[Path]:
-    """Provide a temporary folder beside `path`, and remove it at the end. Raises UserError if the folder cannot be
-    created, or if writing into it raises an OSError in the caller's block.
+def found(folder: Path, what: str, report: Callable[[str], None]) -> bool:
+    """Whether the folder is there, and is as it was written under this name. Warns of one that is not: it will be made
+    again. what: the folder's contents, in words"""
+    if not os.path.lexists(folder):
+        return False
+    try:
+        _check(folder)
+    except DAMAGE as error:
+        report(Warned(f"{what} {folder} is damaged ({error!s:.200}); making it again"))
+        return False
+    with suppress(OSError), _held(_unfinished(folder)):  # of no more use, unless a process is at work in it
+        _remove(_unfinished(folder))
+    return True
 
-    resumable: if the caller's block ends early, the folder stays, and the next call for `path` provides it again. A
-    disk that cannot take more, and Unresumable, still remove it.
+
+def _check(folder: Path) -> None:
+    """Raises one of DAMAGE unless all files of a folder are as they were written, and under this name."""
+    for name, digest in read_sealed(folder / RECORD, folder.name)["files"].items():
+        if file_digest(folder / name) != digest:
+            raise ValueError(f"{name} does not fit its digest")
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        _check(folder)
+    except DAMAGE:
+        return False
+    return True
+
+
+@contextmanager
+def replacing_folder(folder: Path, resumable: bool = False) -> Iterator[Path]:
+    """Provide a temporary folder to write into, which then gets its record and replaces `folder`, unless a faster
+    process has put a whole one there. Raises UserError if it cannot be written.
+
+    resumable: if the caller's block ends early, what it has written stays for the next call. A disk that cannot take
+    more, and Unresumable, still remove it.
+
+    A reader sees the old folder, briefly none, or the complete new one, and after an exception the old one. Files that
+    a reader has open stay readable.
     """
     remedy = "free space, or set data.cache_dir (of regenerate.py: --cache-dir) to a folder that this user may write"
-    with writing(path.parent, remedy):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(path.parent)
-        temporary, owner = (_claimed(path) if resumable else None) or _made(path)
+    with writing(folder.parent, remedy):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder.parent)
+        temporary, owner = _claimed(folder)
         with owner:
             kept = False
             try:
-                yield temporary
+                replacement = temporary / "new"
+                replacement.mkdir(exist_ok=True)
+                yield replacement
+                digests = {path.name: file_digest(path) for path in replacement.iterdir() if path.name != RECORD}
+                (replacement / RECORD).write_text(json.dumps(sealed({"files": digests}, folder.name)))
+                _put(replacement, folder)
             except BaseException as error:
                 kept = resumable and not isinstance(error, (OSError, Unresumable))
                 raise
             finally:
                 if not kept:
-                    _remove(temporary, path.name)
+                    _remove(temporary)
 
 
-def _made(path: Path) -> tuple[Path, BinaryIO]:
-    """A new temporary folder beside `path`, and the file that locks it."""
-    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    file = (folder / LOCK).open("wb")
-    lock(file)  # without locks, other processes assume that this one lives
-    file.write(socket.gethostname().encode())  # an unlocked file with a name means a dead owner
-    file.flush()
-    return folder, file
+def _claimed(folder: Path) -> tuple[Path, BinaryIO]:
+    """A folder for what will be `folder`, found or made, and the file that locks it."""
+    temporary = _unfinished(folder)
+    with suppress(OSError):  # another process or user has it, or there are no locks
+        temporary.mkdir(exist_ok=True)
+        return temporary, _held(temporary)
+    prefix = temporary.name.removesuffix("unfinished")
+    temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".unfinished", dir=folder.parent))
+    file = (temporary / LOCK).open("wb")
+    lock(file)
+    return temporary, file
 
 
-def _claimed(path: Path) -> tuple[Path, BinaryIO] | None:
-    """This host's unfinished folder for `path`, found or made, and the file that locks it; None if another process may
-    have it."""
-    folder = _unfinished(path)
-    with suppress(OSError):  # another user's, or its owner has just finished
-        folder.mkdir(exist_ok=True)
-        return folder, _held(folder)
-    return None
-
-
-def _unfinished(path: Path) -> Path:
+def _unfinished(folder: Path) -> Path:
     host = re.sub("[^A-Za-z0-9_-]", "_", socket.gethostname())  # locks may not reach other hosts
-    return path.parent / f".{path.name}.{host}.unfinished"
+    return folder.with_name(f".{folder.name}.{host}.unfinished")
 
 
 def _held(folder: Path) -> BinaryIO:
@@ -90,83 +124,41 @@ def _held(folder: Path) -> BinaryIO:
     raise BlockingIOError(f"{folder} is locked")
 
 
-def remove_unfinished(path: Path) -> None:
-    """Remove this host's unfinished folder for `path`, which is whole now, unless a process is at work in it."""
-    with suppress(OSError), _held(_unfinished(path)):
-        _remove(_unfinished(path), path.name)
+def _put(replacement: Path, folder: Path) -> None:
+    """Give a folder its name, unless a whole one has it, which a process may be reading."""
+    while True:
+        try:
+            replacement.rename(folder)
+            return
+        except OSError:  # there is an older one, or another process has just put one there
+            if not os.path.lexists(folder):
+                raise
+        if _is_whole(folder):
+            return
+        previous = Path(tempfile.mkdtemp(dir=replacement.parent)) / folder.name  # a link takes no folder's place
+        with suppress(FileNotFoundError):  # another process was faster
+            folder.rename(previous)
+            if _is_whole(previous):  # it appeared between the check and the rename: put it back
+                replacement = previous
 
 
-def _remove(folder: Path, name: str) -> None:
-    """Remove a folder of ours. It gets a name of its own first, because a process that claimed it after its lock file
-    is gone would lose what it writes. name: of what the folder was for"""
+def _remove(temporary: Path) -> None:
+    """Remove a temporary folder. It gets a name of its own first, because a process that claimed it after its lock file
+    is gone would lose what it writes."""
     with suppress(OSError):
-        shutil.rmtree(folder.rename(folder.with_name(f".{name}.{secrets.token_hex(4)}")))
+        prefix = temporary.name.removesuffix("unfinished")
+        shutil.rmtree(temporary.rename(temporary.with_name(f"{prefix}{secrets.token_hex(4)}.unfinished")))
 
 
-@contextmanager
-def replacing_folder(
-    folder: Path, keep: Callable[[Path], bool] = lambda _: False, resumable: bool = False
-) -> Iterator[Path]:
-    """Provide a temporary folder to write into, which then replaces `folder`. Raises UserError if it cannot be written.
-
-    keep: decides whether an existing folder stays instead, because a faster process wrote it and may be reading it
-    resumable: as for `beside`; the folder holds what an earlier process wrote into it
-
-    A reader sees the old folder, briefly none, or the complete new one, and after an exception the old one. Files that
-    a reader has open stay readable.
-    """
-    with beside(folder, resumable) as temporary:
-        replacement = temporary / "new"
-        replacement.mkdir(exist_ok=True)
-        yield replacement
-        while True:
-            try:
-                os.rename(replacement, folder)
-                break
-            except OSError:  # there is an older one, or another process has just put one there
-                if not os.path.lexists(folder):
-                    raise
-            if keep(folder):
-                break
-            previous = Path(tempfile.mkdtemp(dir=temporary)) / folder.name  # a link takes no folder's place
-            with suppress(FileNotFoundError):  # another process was faster
-                os.rename(folder, previous)
-                if keep(previous):  # it appeared between the check and the rename: put it back
-                    replacement = previous
-
-
-def opens(load: Callable[[Path], Any], folder: Path) -> bool:
-    """Whether `load`, which checks a whole folder, accepts `folder`, so that it can be kept."""
-    try:
-        load(folder)
-    except DAMAGE:
-        return False
-    return True
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes left half-written in `folder`."""
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what has not changed for a day, and no process is at work in. Not earlier: what a killed process left is
+    for the next one that makes the same."""
     for leftover in folder.iterdir():
-        ours, unfinished = OURS.fullmatch(leftover.name), UNFINISHED.fullmatch(leftover.name)
         with suppress(OSError):  # its owner is just finishing
-            if ours and _is_abandoned(leftover):
-                shutil.rmtree(leftover)
-            elif unfinished and _is_quiet(leftover):
+            if (
+                UNFINISHED.fullmatch(leftover.name)
+                and time.time() - max(path.lstat().st_mtime for path in (leftover, *leftover.rglob("*")))
+                > QUIET_SECONDS
+            ):
                 with _held(leftover):
-                    _remove(leftover, unfinished[1])
-
-
-def _is_abandoned(leftover: Path) -> bool:
-    """Whether the owner is dead. A free lock proves it only if the owner ran on this host, because some file systems do
-    not share locks between hosts. If the lock proves nothing, a day without changes counts as proof."""
-    with suppress(FileNotFoundError), (leftover / LOCK).open("r+b") as file:  # no file: killed before it had a lock
-        host = file.read().decode()
-        if lock(file) is not Lock.HELD:  # its owner has it, or there are no locks
-            return False
-        if host == socket.gethostname():
-            return True
-    return _is_quiet(leftover)
-
-
-def _is_quiet(leftover: Path) -> bool:
-    return time.time() - max(path.lstat().st_mtime for path in (leftover, *leftover.rglob("*"))) > QUIET_SECONDS
+                    _remove(leftover)

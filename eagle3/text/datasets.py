@@ -6,7 +6,6 @@ Only the rows that are needed are streamed, and a copy on disk ensures that they
 import difflib
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -18,13 +17,11 @@ from typing import Any, TextIO
 import yaml
 from pydantic import TypeAdapter
 
-from eagle3.console import Warned, waiting
-from eagle3.durable import file_digest, publish
+from eagle3.console import waiting
 from eagle3.errors import UserError
 from eagle3.hub import require_hub
 from eagle3.parsing import parse_json
-from eagle3.sealed import DAMAGE, sealed, unsealed
-from eagle3.text.cache import beside
+from eagle3.text.cache import found, replacing_folder
 from eagle3.text.rows import Malformed, Row, first_readable, plain_row
 
 # owner/name, or the bare name of an early hub dataset; optionally followed by a split and a revision.
@@ -32,6 +29,7 @@ DATASET = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w-][\w.-]*)?)(:(?P<split>\w+))?(@(
 # The same with a slice in the notation of the `datasets` library: `owner/name:train[:10]`.
 SLICE = re.compile(DATASET.pattern + r"\[.*\].*")
 PRESET = re.compile(r"preset:[^:@]*(?P<held_out>:held_out)?(@(?P<revision>.+))?")
+ROWS = "rows.jsonl"  # of a copy: [origin, row], or [origin, null, reason, detail] of a malformed row
 HOLDS_ROW = ("messages", "conversations", "text", "instruction")  # a row has one of these
 READ = (*HOLDS_ROW, "input", "output", "history", "system", "tools")  # the columns read from a row
 
@@ -51,10 +49,10 @@ class DatasetSource:
     revision: str | None = None
 
     def copy(self, folder: Path, limit: int | None) -> Path:
-        """The file for the local copy of the first `limit` rows, or of all rows."""
+        """The folder for the local copy of the first `limit` rows, or of all rows."""
         parts = [self.source, self.dataset, self.config, self.split, self.files, self.revision, self.columns, limit]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-        return folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', self.source)}-{digest[:16]}.jsonl"
+        return folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', self.source)}-{digest[:16]}"
 
 
 def is_dataset(source: str) -> bool:
@@ -102,24 +100,19 @@ def downloaded_rows(
 
     Raises UserError if rows cannot be loaded or copied.
     """
-    copies = [source.copy(folder, count) for count in dict.fromkeys((limit, None))] if folder else []
-    for copy in filter(os.path.lexists, copies):
-        if _is_intact(copy):
-            report(f"{source.source}: read from {copy}; delete it to download the rows anew")
-            yield from first_readable(_copied(copy), parse, limit)
-            return
-        report(Warned(f"{source.source}: the copy {copy} is damaged, or not of these rows; downloading them again"))
-    if not copies:
+    if folder is None:
         yield from first_readable(_converted(source, report), parse, limit)
         return
-    with beside(copies[0]) as temporary:
-        temporary_copy = temporary / copies[0].name
-        with temporary_copy.open("w", encoding="utf-8") as lines:
+    copies = [source.copy(folder, count) for count in dict.fromkeys((limit, None))]
+    copy = next((copy for copy in copies if found(copy, f"{source.source}: the copy", report)), None)
+    if copy is None:
+        with replacing_folder(copies[0]) as unfinished, (unfinished / ROWS).open("w", encoding="utf-8") as lines:
             yield from first_readable(_written(_converted(source, report), lines), parse, limit)
-        seal = sealed({"rows": file_digest(temporary_copy)}, copies[0].name)
-        with temporary_copy.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(seal) + "\n")
-        publish(temporary_copy, copies[0])
+        return
+    report(f"{source.source}: read from {copy}; delete it to download the rows anew")
+    with (copy / ROWS).open(encoding="utf-8") as lines:
+        copied = ((origin, Malformed(*flaw) if flaw else row) for origin, row, *flaw in map(parse_json, lines))
+        yield from first_readable(copied, parse, limit)
 
 
 def _written(rows: Iterable[tuple[str, Any]], lines: TextIO) -> Iterator[tuple[str, Any]]:
@@ -128,40 +121,15 @@ def _written(rows: Iterable[tuple[str, Any]], lines: TextIO) -> Iterator[tuple[s
         yield origin, row
 
 
-def _is_intact(copy: Path) -> bool:
-    """Whether a copy has the rows that were written under its name: its last line is a sealed record of the others."""
-    digest, last = hashlib.sha256(), b""
-    try:
-        with copy.open("rb") as lines:
-            for line in lines:
-                digest.update(last)
-                last = line
-        return unsealed(parse_json(last), copy.name)["rows"] == digest.hexdigest()
-    except DAMAGE:
-        return False
-
-
-def _copied(copy: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of an intact copy."""
-    with copy.open(encoding="utf-8") as lines:
-        for content in map(parse_json, lines):
-            if isinstance(content, list):  # not the record at the end
-                origin, row, *flaw = content
-                yield origin, Malformed(*flaw) if flaw else row
-
-
 def _line(origin: str, row: dict | Malformed) -> str:
     if isinstance(row, Malformed):  # the row may be nested too deeply for JSON
         return json.dumps([origin, None, row.reason, row.detail]) + "\n"
-    try:
-        return json.dumps([origin, row]) + "\n"
-    except TypeError:
-        for column, value in row.items():
-            try:
-                json.dumps(value)
-            except TypeError as error:
-                raise UserError(f"{origin}: column {column}: {error}; make it text, or take it out") from error
-        raise
+    for column, value in row.items():
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise UserError(f"{origin}: column {column}: {error}; make it text, or take it out") from error
+    return json.dumps([origin, row]) + "\n"
 
 
 def _converted(source: DatasetSource, report: Callable[[str], None]) -> Iterator[tuple[str, Any]]:

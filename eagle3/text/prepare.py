@@ -6,9 +6,8 @@ that ends while it encodes is continued by the next one.
 
 import hashlib
 import json
-import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -20,11 +19,11 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.console import Progress, Warned, counted, with_marks
+from eagle3.console import Progress, Warned, counted, waiting, with_marks
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.sealed import DAMAGE, read_sealed, sealed
-from eagle3.text.cache import Unresumable, opens, remove_unfinished, replacing_folder
+from eagle3.text.cache import Unresumable, found, replacing_folder
 from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, iterate_conversations
 from eagle3.text.encode import (
@@ -38,13 +37,13 @@ from eagle3.text.encode import (
     useful_processes,
 )
 from eagle3.text.rows import LISTED, MalformedRows, others
-from eagle3.text.samples import DamagedSamples, Sample, SampleSet, SampleWriter
+from eagle3.text.samples import Sample, SampleSet, SampleWriter
 from eagle3.text.template import Unusable, choose_template, reasoning_key, renderer
 
 SUMMARY = "summary.json"
-PROGRESS = "progress.json"  # the summary so far, in a folder that is not finished
+PROGRESS = "progress.json"  # the summary so far, beside a folder that is not finished
 SAVE_SECONDS = 30.0  # between two such records
-FORMAT = 3  # version of the cached folders and of the mask's meaning; changing it rebuilds every cached set
+FORMAT = 4  # version of the cached folders and of the mask's meaning; changing it rebuilds every cached set
 
 
 @dataclass(frozen=True)
@@ -139,8 +138,8 @@ def prepare_samples(
     cache_dir: Path,
     report: Callable[[str], None],
 ) -> Prepared:
-    """Read, encode and mask the sources' conversations, or take the result of an earlier call from `cache_dir`. Every
-    cached sample is compared with its digest, and the set is rebuilt if one does not match.
+    """Read, encode and mask the sources' conversations, or take the result of an earlier call from `cache_dir`. The
+    cached files are compared with their digests, and made again if one does not match.
 
     max_samples: how many readable rows to use, from the beginning; None for all
     workers: most processes; default: one per core
@@ -157,33 +156,24 @@ def prepare_samples(
     for _ in contents.of(read(malformed=malformed, report=report)):
         pass
     folder = cache / "tokenized" / contents.key
-    if os.path.lexists(folder):
-        try:
-            prepared = _open(folder, contents.key, report)
-            remove_unfinished(folder)
-            return Prepared(prepared.samples, prepared.summary.with_malformed(malformed))
-        except DamagedSamples as damage:
-            report(Warned(f"the tokenised data is damaged ({damage.where}: {damage.flaw}); rebuilding it"))
-    _tell_unshown(contents, encoder, report)
-    keep = partial(opens, partial(_open, key=contents.key))
-    with replacing_folder(folder, keep, resumable=True) as unfinished:
-        again = Contents(rules)
-        rows = again.of(read(malformed=MalformedRows(True, malformed.setting)))
-        summary = _write(unfinished, rows, contents, encoder, workers, report)
-        if again.key != contents.key:
-            raise Unresumable(f"{', '.join(sources)}: changed while it was being read; start again")
-        if not summary.kept:
-            [(reason, count)] = Counter(summary.dropped).most_common(1)
-            raise Unresumable(
-                f"{', '.join(sources)}: no usable sample among {summary.rows} ({count}: {reason}); give other data"
-            )
-        record = {**asdict(summary), "samples": SampleSet.open(unfinished).checksum}
-        (unfinished / SUMMARY).write_text(json.dumps(sealed(record, contents.key), indent=1), encoding="utf-8")
-    (folder / PROGRESS).unlink(missing_ok=True)
-    remove_unfinished(folder)
-    return Prepared(
-        _open(folder, contents.key, report).samples, replace(summary.with_malformed(malformed), cached=False)
-    )
+    with waiting(report, "checking the tokenised data"):
+        is_cached = found(folder, "the tokenised data", report)
+    if not is_cached:
+        _tell_unshown(contents, encoder, report)
+        with replacing_folder(folder, resumable=True) as unfinished:
+            again = Contents(rules)
+            rows = again.of(read(malformed=MalformedRows(True, malformed.setting)))
+            summary = _write(unfinished, rows, contents, encoder, workers, report)
+            if again.key != contents.key:
+                raise Unresumable(f"{', '.join(sources)}: changed while it was being read; start again")
+            if not summary.kept:
+                [(reason, count)] = Counter(summary.dropped).most_common(1)
+                raise Unresumable(
+                    f"{', '.join(sources)}: no usable sample among {summary.rows} ({count}: {reason}); give other data"
+                )
+            (unfinished / SUMMARY).write_text(json.dumps(asdict(summary), indent=1), encoding="utf-8")
+    summary = Summary(**json.loads((folder / SUMMARY).read_text(encoding="utf-8")))
+    return Prepared(SampleSet.open(folder), replace(summary.with_malformed(malformed), cached=is_cached))
 
 
 class Contents:
@@ -251,7 +241,7 @@ def _write(
                 writer.add(samples)
                 if time.monotonic() - saved >= SAVE_SECONDS:
                     writer.flush()
-                    write_text(folder / PROGRESS, json.dumps(sealed(asdict(summary), contents.key)))
+                    write_text(folder.with_name(PROGRESS), json.dumps(sealed(asdict(summary), contents.key)))
                     saved = time.monotonic()
             progress.at(summary.rows, free=earlier.rows)
     if fatal:
@@ -269,25 +259,17 @@ def _without_os_errors(parts: Iterator[EncodedChunk]) -> Iterator[EncodedChunk]:
 
 def _progress(folder: Path, key: str, report: Callable[[str], None]) -> Summary:
     """What an earlier process has written into `folder`; nothing if there is none, or it is damaged."""
-    nothing = summary = Summary(rows=0, kept=0, truncated=0, tokens=0, supervised=0)
-    with suppress(*DAMAGE):
-        summary = Summary(**read_sealed(folder / PROGRESS, key))
-    if summary.kept:
+    if folder.with_name(PROGRESS).exists():
         try:
+            summary = Summary(**read_sealed(folder.with_name(PROGRESS), key))
             with SampleWriter(folder, summary.kept, summary.tokens):  # cuts off what was written after that
                 pass
-            _check(SampleSet.open(folder), report)
-        except (DamagedSamples, FileNotFoundError) as damage:
+            with waiting(report, "checking what an earlier run has tokenised"):
+                deque(SampleSet.open(folder).token_chunks(), maxlen=0)
+            return summary
+        except DAMAGE as damage:
             report(Warned(f"what an earlier run has tokenised is damaged ({damage!s:.300}); starting anew"))
-            return nothing
-    return summary
-
-
-def _check(samples: SampleSet, report: Callable[[str], None]) -> None:
-    """Compare every sample with its digest. Raises DamagedSamples."""
-    progress = Progress(report, "checking the tokenised data", len(samples.ids), "tokens")
-    for ids, _ in samples.token_chunks():
-        progress.advance(len(ids))
+    return Summary(rows=0, kept=0, truncated=0, tokens=0, supervised=0)
 
 
 def preview(sample: Sample, tokenizer: PreTrainedTokenizerBase, color: bool) -> str:
@@ -354,22 +336,6 @@ def _tell_unshown(contents: Contents, encoder: SampleEncoder, report: Callable[[
         report(
             Warned(f"the chat template shows no reasoning, so that of {count:,} conversations is not in the samples")
         )
-
-
-def _open(folder: Path, key: str, report: Callable[[str], None] = lambda line: None) -> Prepared:
-    """Open the set in `folder`, after checking all of it, and that it is the one of this key. Raises
-    DamagedSamples."""
-    try:
-        record = read_sealed(folder / SUMMARY, key)
-        checksum = record.pop("samples")
-        summary = Summary(**record)
-    except DAMAGE as error:
-        raise DamagedSamples(folder / SUMMARY, f"{error!s:.200}") from error
-    samples = SampleSet.open(folder)
-    if checksum != samples.checksum:
-        raise DamagedSamples(folder, "its offsets or digests do not fit the checksum in its summary")
-    _check(samples, report)
-    return Prepared(samples, replace(summary, cached=True))
 
 
 def _refusal(fatal: list[tuple[str, Problem]]) -> Unresumable:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.lib import format as npy
 
 from eagle3.console import counted
 from eagle3.errors import UserError
@@ -24,17 +23,12 @@ DIGEST_BYTES = 16
 
 
 class DamagedSamples(UserError):
-    """Raised if samples are incomplete or differ from what was written.
-
-    where: file or folder
-    flaw: what is wrong with it
-    """
+    """Raised if samples are incomplete or differ from what was written."""
 
     def __init__(self, where: Path | str, flaw: str) -> None:
         super().__init__(
             f"{where}: {flaw}; start again (train.py: with --resume), and the tokenised data is checked and built anew"
         )
-        self.where, self.flaw = where, flaw
 
 
 @dataclass(frozen=True)
@@ -56,47 +50,40 @@ def sample_digest(ids: np.ndarray, loss_mask: np.ndarray) -> bytes:
     return digest.digest()[:DIGEST_BYTES]
 
 
+# The files of a set, with the type and shape of a row, which is that of a sample or a token.
+COLUMNS = {
+    "ends": np.dtype("<i8"),  # of the samples: tokens up to and including each
+    "digests": np.dtype(("|u1", (DIGEST_BYTES,))),
+    "ids": np.dtype("<i4"),
+    "loss_mask": np.dtype("|b1"),
+}
+
+
 class TokenFile:
-    """A .npy file with one number per token, read in slices. Threads may share it. Raises DamagedSamples.
+    """A column of a set in `folder` with one number per token, read in slices. Threads may share it. Raises
+    DamagedSamples.
 
     It is not memory-mapped, because touching a mapped page kills the process if the file has shrunk or the disk fails.
     """
 
-    def __init__(self, path: Path, dtype: np.typing.DTypeLike) -> None:
-        self.path, self.dtype = path, np.dtype(dtype)
-        self.descriptor = os.open(path, os.O_RDONLY)
+    def __init__(self, folder: Path, column: str) -> None:
+        self.path, self.dtype = folder / column, COLUMNS[column]
+        self.descriptor = os.open(self.path, os.O_RDONLY)
         weakref.finalize(self, os.close, self.descriptor)
-        with open(self.descriptor, "rb", closefd=False) as file:
-            npy.read_magic(file)
-            (self.length,), _, actual = npy.read_array_header_1_0(file)
-            self.start = file.tell()
-        if actual != self.dtype or os.fstat(self.descriptor).st_size != self.start + self.length * self.dtype.itemsize:
-            raise DamagedSamples(path, f"is not {self.length} numbers of type {self.dtype}")
+        self.length = os.fstat(self.descriptor).st_size // self.dtype.itemsize
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, tokens: slice) -> np.ndarray:
         values = np.empty(tokens.stop - tokens.start, self.dtype)
-        rest, offset = values.view(np.uint8), self.start + tokens.start * self.dtype.itemsize
-        while len(rest):
-            try:
-                count = os.preadv(self.descriptor, [rest], offset)
-            except OSError as error:
-                raise DamagedSamples(self.path, f"cannot be read ({error.strerror})") from error
-            if not count:
-                raise DamagedSamples(self.path, "has lost its end")
-            rest, offset = rest[count:], offset + count
+        try:
+            count = os.preadv(self.descriptor, [values.view(np.uint8)], tokens.start * self.dtype.itemsize)
+        except OSError as error:
+            raise DamagedSamples(self.path, f"cannot be read ({error.strerror})") from error
+        if count < values.nbytes:
+            raise DamagedSamples(self.path, "has lost its end")
         return values
-
-
-# The files of a set, with the type and shape of a row, which is that of a sample or a token.
-COLUMNS = {
-    "offsets": np.dtype("<i8"),
-    "digests": np.dtype(("|u1", (DIGEST_BYTES,))),
-    "ids": np.dtype("<i4"),
-    "loss_mask": np.dtype("|b1"),
-}
 
 
 class SampleWriter(AbstractContextManager):
@@ -107,13 +94,12 @@ class SampleWriter(AbstractContextManager):
     """
 
     def __init__(self, folder: Path, samples: int = 0, tokens: int = 0) -> None:
-        self.samples, self.tokens = samples, tokens
+        self.tokens = tokens
         # Ordinary writes: a full disk gives an OSError, whereas a memory map would kill the process.
-        self.files = {name: (folder / f"{name}.npy").open("r+b" if samples else "w+b") for name in COLUMNS}
-        self._write_headers()
-        for name, column in COLUMNS.items():
-            self.files[name].seek(self._rows(name) * column.itemsize, os.SEEK_CUR)
-            self.files[name].truncate()  # a new file of offsets gets a zero by this, which is the first
+        self.files = {name: (folder / name).open("r+b" if samples else "wb") for name in COLUMNS}
+        for (name, file), rows in zip(self.files.items(), (samples, samples, tokens, tokens), strict=True):
+            file.truncate(rows * COLUMNS[name].itemsize)
+            file.seek(0, os.SEEK_END)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
@@ -126,32 +112,16 @@ class SampleWriter(AbstractContextManager):
     def add(self, samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> None:
         """Write more samples, as (ids, loss_mask) pairs."""
         for ids, loss_mask in samples:
-            self.samples, self.tokens = self.samples + 1, self.tokens + len(ids)
-            self._append("ids", ids)
-            self._append("loss_mask", loss_mask)
-            self._append("digests", np.frombuffer(sample_digest(ids, loss_mask), np.uint8))
-            self._append("offsets", np.array([self.tokens]))
+            self.tokens += len(ids)
+            row = (self.tokens, np.frombuffer(sample_digest(ids, loss_mask), np.uint8), ids, loss_mask)
+            for (name, file), values in zip(self.files.items(), row, strict=True):
+                file.write(np.ascontiguousarray(values, COLUMNS[name].base))
 
     def flush(self) -> None:
-        """Bring what was added to disk, with headers that say how much it is."""
-        self._write_headers()
+        """Bring what was added to disk."""
         for file in self.files.values():
-            file.seek(0, os.SEEK_END)
             file.flush()
             os.fsync(file.fileno())  # some file systems report errors only here
-
-    def _rows(self, name: str) -> int:
-        return {"offsets": self.samples + 1, "digests": self.samples}.get(name, self.tokens)
-
-    def _append(self, name: str, values: np.ndarray) -> None:
-        self.files[name].write(np.ascontiguousarray(values, COLUMNS[name].base))
-
-    def _write_headers(self) -> None:
-        """NumPy leaves room in a header for the longest array, so that it can be written again."""
-        for name, column in COLUMNS.items():
-            self.files[name].seek(0)
-            header = {"descr": column.base.str, "fortran_order": False, "shape": (self._rows(name), *column.shape)}
-            npy.write_array_header_1_0(self.files[name], header)
 
 
 class JoinedTokens:
@@ -202,20 +172,13 @@ class SampleSet:
         Offsets and digests are read immediately, so that `checksum` can be compared; tokens are read on demand.
         """
         try:
-            ids, loss_mask = TokenFile(folder / "ids.npy", "<i4"), TokenFile(folder / "loss_mask.npy", bool)
-            offsets, digests = (np.load(folder / name, allow_pickle=False) for name in ("offsets.npy", "digests.npy"))
-        except DamagedSamples:
-            raise
-        except Exception as error:  # NumPy evaluates the header as Python, so a damaged one may raise anything
-            raise DamagedSamples(folder, f"{error!s:.200}") from error
-        if not (
-            (offsets.dtype, offsets.ndim, digests.dtype) == (np.int64, 1, np.uint8)
-            and digests.shape == (len(offsets) - 1, DIGEST_BYTES)
-            and offsets[0] == 0
-            and bool((np.diff(offsets) >= 0).all())
-            and offsets[-1] == len(ids) == len(loss_mask)
-        ):
-            raise DamagedSamples(folder, "its arrays do not fit together")
+            ids, loss_mask = TokenFile(folder, "ids"), TokenFile(folder, "loss_mask")
+            ends, digests = (np.fromfile(folder / name, COLUMNS[name]) for name in ("ends", "digests"))
+        except OSError as error:
+            raise DamagedSamples(folder, f"cannot be read ({error.strerror})") from error
+        offsets = np.append(0, ends)
+        if len(digests) != len(ends) or (np.diff(offsets) < 0).any() or not offsets[-1] == len(ids) == len(loss_mask):
+            raise DamagedSamples(folder, "its files do not fit together")
         return SampleSet(ids, loss_mask, offsets, digests, np.arange(len(digests)), str(folder))
 
     @staticmethod

@@ -19,12 +19,12 @@ from prepare_cases import OPTIONS, byte_tokenizer, packed, prepare, prepared, wr
 from eagle3.console import Warned
 from eagle3.errors import UserError
 from eagle3.states.store.shard import taught_rows
-from eagle3.text.cache import LOCK, replacing_folder
+from eagle3.text.cache import LOCK, RECORD, replacing_folder
 from eagle3.text.datasets import downloaded_rows, source_of_id
 from eagle3.text.samples import DamagedSamples, SampleSet
 
 FORK = multiprocessing.get_context("fork")
-FILES = ["ids.npy", "loss_mask.npy", "offsets.npy", "digests.npy", "summary.json"]
+FILES = ["ids", "loss_mask", "ends", "digests", "summary.json", "record.json"]
 ANSWERS = ("one", "two three", "four")
 
 
@@ -116,7 +116,7 @@ def test_a_written_set_opens_as_it_was_and_a_damaged_one_is_refused(tmp_path):
     assert ids.tolist() == torch.cat([samples[index].ids for index in range(6)]).tolist()
     none = SampleSet.open(tmp_path / "none")
     assert len(none) == len(none.count(taught_rows)) == len(list(none.token_chunks())) == 0
-    np.save(tmp_path / "set" / "ids.npy", np.zeros(3, np.int32))
+    (tmp_path / "set" / "ids").write_bytes(bytes(12))
     with pytest.raises(DamagedSamples):
         SampleSet.open(tmp_path / "set")
 
@@ -125,40 +125,35 @@ def test_a_written_set_opens_as_it_was_and_a_damaged_one_is_refused(tmp_path):
 def test_a_folder_that_another_process_put_there_meanwhile_stays_if_it_is_whole(tmp_path, whole):
     """Another process may be reading it: nodes that share a cache make the same set at the same time."""
     folder = tmp_path / "set"
-    with replacing_folder(folder, keep=lambda place: whole and (place / "theirs").exists()) as mine:
+    with replacing_folder(folder) as mine:
         (mine / "mine").touch()
-        folder.mkdir()
-        (folder / "theirs").touch()
-    assert [path.name for path in folder.iterdir()] == ["theirs" if whole else "mine"]
+        with replacing_folder(folder) as theirs:
+            (theirs / "theirs").touch()
+        if not whole:
+            (folder / RECORD).unlink()
+    assert {path.name for path in folder.iterdir()} == {RECORD, "theirs" if whole else "mine"}
     assert [path.name for path in tmp_path.iterdir()] == ["set"]
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_bit_anywhere_in_the_cache_is_found_and_the_samples_are_built_anew(tmp_path, tokenizer, name):
     expected = contents(prepared(tmp_path, tokenizer, *ANSWERS).samples)
-    whole = cached(tmp_path, name).read_bytes()
-    start = 128 if name.endswith(".npy") else 0  # before it is NumPy's header
+    size = cached(tmp_path, name).stat().st_size
     rng = np.random.default_rng(FILES.index(name))
-    places = [*rng.integers(start, len(whole), 6), *rng.integers(0, start + 1, 4)]
-    rebuilds = []
-    for place, bit in zip(places, rng.integers(0, 8, len(places)), strict=True):
+    for place, bit in zip([0, *rng.integers(0, size, 6)], rng.integers(0, 8, 7), strict=True):
         flip(cached(tmp_path, name), place, bit)
         lines: list[str] = []
         samples, summary = prepared(tmp_path, tokenizer, *ANSWERS, report=lines.append)
-        assert contents(samples) == expected
-        rebuilds.append(not summary.cached)
-        assert sum("damaged" in line and line.endswith("rebuilding it") for line in lines) == rebuilds[-1]
-        if summary.cached:  # the damaged bit is in nothing that a reader needs
-            cached(tmp_path, name).write_bytes(whole)
-    assert all(rebuilds[:6])
+        assert contents(samples) == expected and not summary.cached
+        assert sum("damaged" in line and line.endswith("making it again") for line in lines) == 1
 
 
 def test_damage_after_the_opening_is_refused_by_whoever_reads_it(tmp_path, tokenizer):
     samples = prepared(tmp_path, tokenizer, *ANSWERS).samples
     expected, lengths, ids = contents(samples), samples.lengths.tolist(), samples.sample_ids
-    for name in ("offsets.npy", "digests.npy"):  # which an open set has read
+    for name in ("ends", "digests"):  # which an open set has read
         cached(tmp_path, name).write_bytes(b"")
-    flip(cached(tmp_path, "loss_mask.npy"), 128 + lengths[0] + 3, 0)
+    flip(cached(tmp_path, "loss_mask"), lengths[0] + 3, 0)
     assert contents(samples.subset([0, 2])) == [expected[0], expected[2]]
     assert (samples.lengths.tolist(), samples.sample_ids) == (lengths, ids)
     refusal = (
@@ -167,9 +162,9 @@ def test_damage_after_the_opening_is_refused_by_whoever_reads_it(tmp_path, token
     for read in (lambda: samples[1], lambda: samples.count(taught_rows), lambda: list(samples.token_chunks())):
         with pytest.raises(UserError, match=refusal):
             read()
-    with cached(tmp_path, "ids.npy").open("r+b") as file:
-        file.truncate(200)
-    with pytest.raises(UserError, match="ids.npy: has lost its end; start again"):
+    with cached(tmp_path, "ids").open("r+b") as file:
+        file.truncate(72)
+    with pytest.raises(UserError, match="ids: has lost its end; start again"):
         samples[2]
     built, summary = prepared(tmp_path, tokenizer, *ANSWERS)
     assert contents(built) == expected and not summary.cached
@@ -187,7 +182,7 @@ TAKEN_FOR_ANOTHER = {
     "exchanged": exchange,
     "a link": lambda own, other: (own.rename(own.with_name("away")), own.symlink_to(other)),
     "a link to nothing": lambda own, other: (own.rename(own.with_name("away")), own.symlink_to("nothing")),
-    "its record alone": lambda own, other: shutil.copy(other / "summary.json", own / "summary.json"),
+    "its record alone": lambda own, other: shutil.copy(other / RECORD, own / RECORD),
 }
 
 
@@ -215,7 +210,7 @@ def test_a_set_that_is_open_stays_readable_while_another_takes_its_place(tmp_pat
 
 def test_processes_that_find_the_same_damage_at_the_same_time_all_get_the_right_samples(tmp_path, tokenizer):
     expected = contents(prepared(tmp_path, tokenizer, *ANSWERS).samples)
-    flip(cached(tmp_path, "ids.npy"), 140, 0)
+    flip(cached(tmp_path, "ids"), 12, 0)
 
     def again() -> None:
         sources = [str(tmp_path / "data.jsonl")]
@@ -249,20 +244,23 @@ def test_a_folder_that_is_being_removed_is_not_taken_for_an_unfinished_one(tmp_p
     assert written[0].exists()
 
 
-def test_a_whole_folder_that_comes_between_the_look_and_the_rename_is_put_back(tmp_path):
-    folder = tmp_path / "set"
+def test_a_whole_folder_that_comes_between_the_look_and_the_rename_is_put_back(tmp_path, monkeypatch):
+    folder, rename = tmp_path / "set", os.rename
     folder.mkdir()
     (folder / "damaged").touch()
+    with replacing_folder(tmp_path / "elsewhere" / "set") as theirs:
+        (theirs / "theirs").touch()
 
-    def keep(place: Path) -> bool:
-        if (folder / "damaged").exists():  # another process replaces it just after this look at it
-            (folder / "damaged").rename(folder / "theirs")
-            return False
-        return (place / "theirs").exists()
+    def rename_after_another(source: Path, target: Path) -> None:
+        if source == folder and (folder / "damaged").exists():  # found damaged, and now another process replaces it
+            rename(folder, tmp_path / "damaged")
+            rename(tmp_path / "elsewhere" / "set", folder)
+        rename(source, target)
 
-    with replacing_folder(folder, keep) as mine:
+    monkeypatch.setattr(os, "rename", rename_after_another)
+    with replacing_folder(folder) as mine:
         (mine / "mine").touch()
-    assert [path.name for path in folder.iterdir()] == ["theirs"]
+    assert {path.name for path in folder.iterdir()} == {RECORD, "theirs"}
 
 
 @pytest.mark.parametrize("kilobytes", [4, 8, 12, 60, 96, 108])
@@ -340,35 +338,25 @@ def test_another_users_cache_is_one_line(tmp_path, tokenizer):
 
 def die_in(folder: Path) -> None:
     with replacing_folder(folder) as unfinished:
-        (unfinished / "ids.npy").write_bytes(b"half")
+        (unfinished / "ids").write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_killed_writers_left_is_removed_and_what_is_being_written_is_not(tmp_path):
+def test_what_killed_writers_left_is_removed_after_a_day_and_what_is_being_written_is_not(tmp_path):
     names = [f"{number:032x}" for number in range(3)]
-    assert run(die_in, tmp_path / names[0]) == -signal.SIGKILL
-    assert len(list(tmp_path.iterdir())) == 1
-    with replacing_folder(tmp_path / names[1]) as alive, replacing_folder(tmp_path / names[2]):
-        assert alive.exists() and len(list(tmp_path.glob(f".{names[0]}.*"))) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == names[1:]
-
-
-def test_where_no_lock_tells_who_is_dead_a_day_without_a_change_does(tmp_path):
-    """For owners killed before they had a lock, and for file systems where locks do not reach other hosts."""
-    key = f"{1:032x}"
-    unlocked, elsewhere, download = tmp_path / f".{key}.abcdefgh", tmp_path / f".{key}.0_cdefgh", tmp_path
-    download /= ".owner-name-0123456789abcdef.jsonl.01234567"
-    theirs = tmp_path / ".config.abcdefgh"
-    for folder in (unlocked, elsewhere, download, theirs):
+    leftovers = [tmp_path / f".{name}.another_host.unfinished" for name in (names[0], "owner-name-0123456789abcdef")]
+    theirs = tmp_path / ".config.another_host.unfinished"
+    for folder in (*leftovers, theirs):
         (folder / "new").mkdir(parents=True)
-    (elsewhere / LOCK).write_text("another host")
-    everything = [unlocked, elsewhere, download, theirs]
-    for hours, remaining in ((23, everything), (25, [theirs])):
-        for path in [below for left in everything for below in (left, *left.rglob("*"))]:
-            os.utime(path, 2 * (time.time() - 3600 * hours,))
-        with replacing_folder(tmp_path / key):
-            pass
-        assert {path for path in everything if path.exists()} == set(remaining)
+    assert run(die_in, tmp_path / names[0]) == -signal.SIGKILL
+    (killed,) = {*tmp_path.iterdir()} - {*leftovers, theirs}
+    with replacing_folder(tmp_path / names[1]) as alive:
+        for hours, remaining in ((23, {killed, *leftovers, theirs}), (25, {theirs})):
+            for path in tmp_path.rglob("*"):
+                os.utime(path, 2 * (time.time() - 3600 * hours,))
+            with replacing_folder(tmp_path / names[2]):
+                assert alive.exists() and {path for path in (killed, *leftovers, theirs) if path.exists()} == remaining
+    assert sorted(path.name for path in tmp_path.iterdir()) == [theirs.name, *names[1:]]
 
 
 MANY = [f"answer {number}" for number in range(300)]  # more chunks than one
@@ -413,7 +401,7 @@ def test_what_an_ended_process_has_tokenised_is_not_tokenised_again_and_the_set_
     assert contents(samples) == expected and (summary.rows, summary.kept, summary.cached) == (300, 300, False)
     assert lines == ["going on after 192 conversations that an earlier run has tokenised"]
     assert [path.name for path in cached(tmp_path).parent.iterdir()] == [cached(tmp_path).name]
-    for name in FILES[:4]:
+    for name in FILES:
         whole = next((tmp_path / ".." / "cache" / "tokenized").glob(f"*/{name}"))
         assert cached(tmp_path, name).read_bytes() == whole.read_bytes()
 
@@ -441,18 +429,18 @@ def test_a_finished_set_leaves_nothing_unfinished_and_another_hosts_is_let_alone
     assert prepared(tmp_path, tokenizer, *MANY).summary.cached and not unfinished.exists()
 
 
-@pytest.mark.parametrize("file", ["progress.json", "ids.npy"])
+@pytest.mark.parametrize("file", ["progress.json", "ids"])
 def test_what_an_ended_process_has_left_damaged_is_made_again(tmp_path, tokenizer, file):
     with pytest.raises(KeyboardInterrupt):
         tokenised_until(192, tmp_path, tokenizer, interrupt)
-    (left,) = (tmp_path / "cache" / "tokenized").glob(f"*.unfinished/new/{file}")
+    (left,) = (tmp_path / "cache" / "tokenized").glob(f"*.unfinished/**/{file}")
     middle = left.stat().st_size // 2
     whole = left.read_bytes()
     left.write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     lines: list[str] = []
     assert len(prepared(tmp_path, tokenizer, *MANY, report=lines.append).samples) == 300
     assert [line for line in lines if "going on" in line] == []
-    assert ("an earlier run has tokenised is damaged" in "".join(lines)) == (file == "ids.npy")
+    assert "an earlier run has tokenised is damaged" in "".join(lines)
 
 
 def test_an_unfinished_set_is_removed_after_a_day_without_a_change(tmp_path, tokenizer):

@@ -228,17 +228,18 @@ def test_the_copy_of_a_whole_set_serves_the_first_rows_of_it(hub, ask, tmp_path)
     assert ask("ann/whole", limit=4, downloads=str(tmp_path))["rows"] == rows[:4]
 
 
-def flip(copy: Path) -> None:
-    content = bytearray(copy.read_bytes())
+def flip(rows: Path) -> None:
+    content = bytearray(rows.read_bytes())
     content[content.index(b"row 2") + 4] ^= 1  # row 3: as valid a row as it was
-    copy.write_bytes(content)
+    rows.write_bytes(content)
 
 
 DAMAGES = {
     "a flipped bit": flip,
-    "a row less": lambda copy: copy.write_text("".join(copy.read_text().splitlines(True)[:2])),
-    "a row less before the end": lambda copy: copy.write_text("".join(copy.read_text().splitlines(True)[1:])),
-    "another set": lambda copy: shutil.copy(next(copy.parent.glob("ann-other-*")), copy),
+    "a row less": lambda rows: rows.write_text("".join(rows.read_text().splitlines(True)[:2])),
+    "another set": lambda rows: shutil.copytree(
+        next(rows.parent.parent.glob("ann-other-*")), rows.parent, dirs_exist_ok=True
+    ),
 }
 
 
@@ -249,12 +250,12 @@ def test_a_copy_that_is_not_as_it_was_written_is_downloaded_again_with_a_warning
         (hub.folder(f"ann/{name}") / "train.jsonl").write_text("".join(rows))
     first = ask("ann/damaged", limit=4, downloads=str(tmp_path))
     ask("ann/other", limit=4, downloads=str(tmp_path))
-    [copy] = tmp_path.glob("ann-damaged-*")
+    [copy] = tmp_path.glob("ann-damaged-*/rows.jsonl")
     whole = copy.read_bytes()
     DAMAGES[damage](copy)
     assert copy.read_bytes() != whole
     again = ask("ann/damaged", limit=4, downloads=str(tmp_path))
-    assert again["rows"] == first["rows"] and str(copy) in again["told"][0]
+    assert again["rows"] == first["rows"] and f"{copy.parent} is damaged" in again["told"][0]
     assert copy.read_bytes() == whole
     shutil.rmtree(hub.folder("ann/damaged"))
     DAMAGES[damage](copy)
