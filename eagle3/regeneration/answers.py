@@ -10,8 +10,9 @@ from typing import Any, BinaryIO
 
 from eagle3.durable import Lock, lock, write_text, writing
 from eagle3.errors import UserError
-from eagle3.parsing import parse_json
-from eagle3.regeneration.turns import LeftOut, Plan
+from eagle3.parsing import parse_json, read_json_object
+from eagle3.regeneration.endpoint import LeftOut
+from eagle3.regeneration.turns import Work
 
 SYNC_SECONDS = 5.0
 
@@ -22,8 +23,8 @@ class AnswerFile(AbstractContextManager):
     The folder's name keeps its files from being read as data if someone names the whole parent folder. Each row is
     handed to the system immediately, so that a killed process loses none, and forced to disk every few seconds.
 
-    answered: ids of the rows
-    left_out: reasons why conversations gave no row, by id
+    done: why a conversation gave no row, by id; None if it gave one
+    answered: number of rows
 
     Raises UserError if another process is writing, or if the file was made with other settings or holds something else.
     """
@@ -47,38 +48,41 @@ class AnswerFile(AbstractContextManager):
                     f"--out: {path}: has rows, but no {settings_path} says how they came; name another file"
                 )
             self.other = stack.enter_context(_open(self.record / "left_out.jsonl"))
-            records = _rows(self.other, Path(self.other.name), "id", "reason", "detail")
-            self.left_out = {name: LeftOut(reason, detail) for name, reason, detail in records}
-            self.answered = {name for [name] in _rows(self.rows, path, "id")}
-            if self.answered or self.left_out:
-                self._require(settings)
+            left_out = _rows(self.other, Path(self.other.name), "id", "reason", "detail")
+            self.done: dict[str, LeftOut | None] = {name: LeftOut(*reason) for name, *reason in left_out}
+            self.done |= {name: None for [name] in _rows(self.rows, path, "id")}
+            self.answered = sum(reason is None for reason in self.done.values())
+            if self.done:
+                self._require(settings_path, settings)
             self.write_record("settings.json", settings)
             self.files = stack.pop_all()
         self.synced = time.monotonic()
 
-    def _require(self, settings: Mapping[str, Any]) -> None:
-        """Raises UserError unless the file was made with these settings."""
-        path = self.record / "settings.json"
-        try:
-            previous = dict(parse_json(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise UserError(f"{path}: cannot be read ({error}); restore it, or name another --out") from error
+    def _require(self, path: Path, settings: Mapping[str, Any]) -> None:
+        """Raises UserError unless the file was made with these settings, which are in `path`."""
+        remedy = "restore it, or name another --out"
+        previous = read_json_object(path, remedy, remedy)
         for name in sorted({*previous, *settings}):
-            if previous.get(name) != settings.get(name):
+            before, now = (
+                "not set" if each.get(name) is None else json.dumps(each[name], ensure_ascii=False)
+                for each in (previous, settings)
+            )
+            if before != now:
                 raise UserError(
-                    f"--out: {self.path}: was made with {name} {_shown(previous.get(name))}, but now it is "
-                    f"{_shown(settings.get(name))}; use the former again, or name another file"
+                    f"--out: {self.path}: was made with {name} {before}, but now it is {now}; use the former again, or "
+                    "name another file"
                 )
 
     def add(self, row: dict) -> None:
         _append(self.rows, row)
-        self.answered.add(row["id"])
+        self.done[row["id"]] = None
+        self.answered += 1
         if time.monotonic() - self.synced > SYNC_SECONDS:
             self.sync()
 
-    def leave_out(self, plan: Plan, reason: LeftOut) -> None:
-        _append(self.other, {"id": plan.id, "origin": plan.origin, "reason": reason.reason, "detail": reason.detail})
-        self.left_out[plan.id] = reason
+    def leave_out(self, work: Work, reason: LeftOut) -> None:
+        _append(self.other, {"id": work.id, "origin": work.origin, "reason": reason.reason, "detail": reason.detail})
+        self.done[work.id] = reason
 
     def write_record(self, name: str, value: Mapping[str, Any]) -> Path:
         """Write settings.json or summary.json, and return its path."""
@@ -101,10 +105,6 @@ def _open(path: Path) -> BinaryIO:
     with writing(path, "free space, or name another file with --out"):
         path.parent.mkdir(exist_ok=True)
         return path.open("a+b")
-
-
-def _shown(value: Any) -> str:
-    return "not set" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def _append(file: BinaryIO, row: dict) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -19,8 +20,26 @@ Text = Annotated[str, BeforeValidator(lambda text: "" if text is None else text)
 PATIENCE = (1.0, 2.0, 4.0, 8.0)  # seconds before each check whether a silent endpoint is back
 
 
-class Refused(Exception):
-    """Raised if the server refuses a request because of the request itself. The message is the server's reason."""
+class LeftOut(Exception):
+    """Raised for a conversation that gives no row.
+
+    reason: the same for all conversations with this problem
+    detail: specific to this conversation
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(": ".join(filter(None, (reason, detail))))
+        self.reason, self.detail = reason, detail
+
+
+class Refused(LeftOut):
+    """Raised if the server refuses a request because of the request itself.
+
+    detail: the server's reason
+    """
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("refused by the server", detail)
 
 
 class Unfit(Exception):
@@ -94,18 +113,17 @@ def endpoint_urls(addresses: Sequence[str]) -> list[str]:
             )
         try:
             url = httpx2.URL(text.strip().rstrip("/"))
-            port_is_right = url.port is None or 0 < url.port < 65536
         except (httpx2.InvalidURL, ValueError) as error:
             raise UserError(f"--endpoint: {text!r} is not a URL ({error}); write http://host:port") from error
+        port_is_right = url.port is None or 0 < url.port < 65536
         if url.scheme not in ("http", "https") or not url.host or not port_is_right or url.query or url.fragment:
             raise UserError(f"--endpoint: {text!r} is not an address of the form http://host:port; write it like that")
         if url.path.endswith("/chat/completions"):
             raise UserError(f"--endpoint: {text!r} names the route; leave /chat/completions out")
-        base = str(url).rstrip("/")
-        urls.append(base if url.path.endswith("/v1") else f"{base}/v1")
-    for position, url in enumerate(urls):
-        if url in urls[:position]:
-            raise UserError(f"--endpoint: {url} is named twice; name it once and raise --concurrency")
+        urls.append(str(url).rstrip("/").removesuffix("/v1") + "/v1")
+    [(url, count)] = Counter(urls).most_common(1)
+    if count > 1:
+        raise UserError(f"--endpoint: {url} is named twice; name it once and raise --concurrency")
     return urls
 
 
@@ -125,30 +143,29 @@ def find_model(urls: Sequence[str], model_name: str | None, key: str | None) -> 
     Raises UserError if no endpoint can be used, if one does not serve `model_name`, if one serves several models and
     `model_name` is None, or if they serve different models.
     """
-    models: dict[str, str] = {}
+    served: dict[str, list[str]] = {}
     left_out: dict[str, str] = {}
     for url in urls:
         try:
-            names = _model_names(url, key)
+            served[url] = _model_names(url, key)
         except (NoAnswer, Unfit) as error:
             left_out[url] = str(error)
-            continue
-        if model_name is None and len(names) != 1:
-            raise UserError(f"--model: {url} serves {', '.join(names) or 'no model'}; name one")
-        if model_name is not None and model_name not in names:
-            raise UserError(
-                f"--model: {url} does not serve {model_name!r} but {', '.join(names) or 'no model'}; name that"
-            )
-        models[url] = model_name or names[0]
-    if not models:
+    if not served:
         details = "; ".join(f"{url}: {reason}" for url, reason in left_out.items())
         raise UserError(
             f"--endpoint: no endpoint can be used ({details}); start a server, or fix the address or the key"
         )
-    if len(set(models.values())) > 1:
-        details = ", ".join(f"{url} {name}" for url, name in models.items())
+    for url, names in served.items():
+        listing = ", ".join(names) or "no model"
+        if model_name is None and len(names) != 1:
+            raise UserError(f"--model: {url} serves {listing}; name one")
+        if model_name not in (None, *names):
+            raise UserError(f"--model: {url} does not serve {model_name!r} but {listing}; name that")
+    models = {model_name or name for [name, *_] in served.values()}
+    if len(models) > 1:
+        details = ", ".join(f"{url} {name}" for url, [name] in served.items())
         raise UserError(f"--endpoint: the endpoints serve different models ({details}); name endpoints of one target")
-    return Served(next(iter(models.values())), list(models), left_out)
+    return Served(models.pop(), list(served), left_out)
 
 
 def _model_names(url: str, key: str | None) -> list[str]:
@@ -178,12 +195,11 @@ class Endpoint:
         timeout: float,
         patience: Sequence[float] = PATIENCE,
     ) -> None:
-        self.url, self.key, self.model, self.concurrency, self.patience = url, key, model, concurrency, patience
+        self.url, self.key, self.model, self.concurrency = url, key, model, concurrency
+        self.timeout, self.patience = timeout, patience
         self.dead: str | None = None
         self.failures = 0  # requests given up since the last answer
-        self._last_seen = time.monotonic()
-        self._looking = asyncio.Lock()
-        self.timeout = timeout
+        self._last_seen, self._looking = time.monotonic(), asyncio.Lock()
         self.client = Client(key, concurrency)
 
     async def chat(self, body: dict[str, Any]) -> Answer:
@@ -198,23 +214,22 @@ class Endpoint:
     async def aclose(self) -> None:
         await self.client.aclose()
 
-    async def comes_back(self, failure_time: float) -> bool:
-        """Whether the endpoint answers again after a request failed at monotonic time `failure_time`. One caller checks
-        for all callers. Raises Unfit if the endpoint now serves a different model."""
+    async def require_alive(self, since: float) -> None:
+        """Return once the endpoint has answered after monotonic time `since`. One caller checks for all callers. Raises
+        NoAnswer if it stays silent, and Unfit if it is left out, or serves a different model now."""
         async with self._looking:
-            if self.dead is not None or self._last_seen > failure_time:
-                return self.dead is None
-            for seconds in (0.0, *self.patience):
-                await asyncio.sleep(seconds)
+            waits = iter(self.patience)
+            while self._last_seen <= since:
                 try:
                     names = await asyncio.to_thread(_model_names, self.url, self.key)
                 except NoAnswer:
+                    if (seconds := next(waits, None)) is None:
+                        raise
+                    await asyncio.sleep(seconds)
                     continue
-                if self.model not in names:
-                    raise Unfit(f"it now serves {', '.join(names) or 'no model'}")
+                if self.dead or self.model not in names:
+                    raise Unfit(self.dead or f"it now serves {', '.join(names) or 'no model'}")
                 self._last_seen = time.monotonic()
-                return True
-            return False
 
 
 def _failure(declined: Declined) -> Refused | Unfit:

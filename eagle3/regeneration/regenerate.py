@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,8 +9,8 @@ from typing import TYPE_CHECKING
 from eagle3.console import Progress
 from eagle3.errors import UserError
 from eagle3.regeneration.answers import AnswerFile
-from eagle3.regeneration.endpoint import Endpoint, Refused, Unfit
-from eagle3.regeneration.turns import Generation, LeftOut, Plan, Work, plan_of
+from eagle3.regeneration.endpoint import Endpoint, LeftOut, Refused, Unfit
+from eagle3.regeneration.turns import Generation, Work, plan_of
 from eagle3.servers import NoAnswer
 from eagle3.text.conversations import Conversation
 
@@ -47,7 +46,7 @@ class Summary:
 
     def leave_out(self, origin: str, reason: LeftOut) -> None:
         self.left_out[reason.reason] = self.left_out.get(reason.reason, 0) + 1
-        self.examples.setdefault(reason.reason, f"{origin}{': ' if reason.detail else ''}{reason.detail}")
+        self.examples.setdefault(reason.reason, ": ".join(filter(None, (origin, reason.detail))))
 
     def __str__(self) -> str:
         entries = [
@@ -64,33 +63,6 @@ class Summary:
         ]
         parts = [f"{self.rows:,} rows of {self.read:,} conversations", f"{self.answered:,} answered now"]
         return "; ".join(parts + [f"{count:,} {label}" for count, label in entries if count])
-
-
-class Queue:
-    """Plans that nobody has taken yet, and work that was put back. That work comes first, as it may be partly done."""
-
-    def __init__(self, plans: Iterable[Plan]) -> None:
-        self.new, self.again, self.taken = map(Work, plans), deque[Work](), 0
-        self.changed = asyncio.Condition()
-
-    async def take(self) -> Work | None:
-        """Take the next piece of work; None when all is done. While others work, wait: they may put some back."""
-        async with self.changed:
-            while (work := self.left()) is None and self.taken:
-                await self.changed.wait()
-            self.taken += work is not None
-            return work
-
-    def left(self) -> Work | None:
-        """Remove and return the next piece of work that nobody is doing; None if there is none."""
-        return self.again.popleft() if self.again else next(self.new, None)
-
-    async def end(self, work: Work, *, again: bool) -> None:
-        async with self.changed:
-            self.taken -= 1
-            if again:
-                self.again.append(work)
-            self.changed.notify_all()
 
 
 class Regeneration:
@@ -110,33 +82,34 @@ class Regeneration:
         self.summary = Summary(read=total)
         self.start = time.monotonic()
         self.passed = self.new = 0  # conversations that need no request, and those done by this run
-        self.seen: set[str] = set()
-        self.unrecorded: list[tuple[Plan, LeftOut]] = []  # left out before a row shows that the settings are fine
+        self.unrecorded: list[tuple[Work, LeftOut]] = []  # left out before a row shows that the settings are fine
 
-    def plans(self) -> Iterator[Plan]:
-        """Yield the plans that need requests, in the order of the input."""
+    def plans(self) -> Iterator[Work]:
+        """Yield what needs requests, in the order of the input."""
+        seen: set[str] = set()
         for conversation in self.conversations:
             try:
-                plan = plan_of(conversation, self.generation)
+                work = plan_of(conversation, self.generation)
+                repeated = work.id in seen
+                seen.add(work.id)
+                if not repeated and work.id not in self.file.done:
+                    yield work
+                    continue
+                self.summary.repeated += repeated
+                self.summary.earlier += not repeated
+                if not repeated and (reason := self.file.done[work.id]):
+                    raise reason
             except LeftOut as reason:
                 self.summary.leave_out(conversation.origin, reason)
-                self.passed += 1
-                continue
-            repeated, known = plan.id in self.seen, plan.id in self.file.answered or plan.id in self.file.left_out
-            self.seen.add(plan.id)
-            if not (repeated or known):
-                yield plan
-                continue
             self.passed += 1
-            self.summary.repeated += repeated
-            self.summary.earlier += not repeated
-            if plan.id in self.file.left_out and not repeated:
-                self.summary.leave_out(plan.origin, self.file.left_out[plan.id])
 
     async def run(self, endpoints: "Sequence[Endpoint | LocalTarget]") -> None:
-        self.queue = Queue(self.plans())
-        slots = (endpoint for endpoint in endpoints for _ in range(endpoint.concurrency))
-        tasks = [asyncio.create_task(self.work(endpoint)) for endpoint in slots]
+        self.endpoints, self.free = endpoints, asyncio.Queue()
+        for endpoint in endpoints:
+            for _ in range(endpoint.concurrency):
+                self.free.put_nowait(endpoint)
+        plans = self.plans()
+        tasks = [asyncio.create_task(self.work(plans)) for _ in range(self.free.qsize())]
         try:
             with self.progress.also_between():
                 await asyncio.gather(*tasks)
@@ -146,40 +119,43 @@ class Regeneration:
             await asyncio.gather(*tasks, return_exceptions=True)
             for endpoint in endpoints:
                 await endpoint.aclose()
-        if self.queue.left():
-            causes = "; ".join(f"{endpoint.url}: {endpoint.dead}" for endpoint in endpoints)
-            raise UserError(
-                f"--endpoint: no endpoint is left ({causes}); {self.file.path} keeps {len(self.file.answered):,} rows: "
-                "start one and run the same command again"
-            )
 
-    async def work(self, endpoint: Endpoint) -> None:
-        while endpoint.dead is None and (work := await self.queue.take()):
-            if endpoint.dead is not None:  # it died while waiting for work
-                await self.queue.end(work, again=True)
-                return
-            again = False
-            try:
-                await work.ask(endpoint, self.generation)
-                endpoint.failures = 0
-                self.keep(work)
-            except LeftOut as reason:
-                endpoint.failures = 0
-                self.leave_out(work, reason, answered=len(self.file.answered))
-            except Refused as refusal:
-                endpoint.failures = 0
-                # Rows of earlier runs do not show that this run's server is fine.
-                self.leave_out(work, LeftOut("refused by the server", str(refusal)), answered=self.summary.answered)
-            except Unfit as error:
-                again = True
-                self.set_aside(endpoint, str(error))
-            except NoAnswer as error:
-                again = await self.failed(endpoint, work, str(error))
-            finally:
-                self.new += not again
-                rate = f"{self.summary.tokens / (time.monotonic() - self.start):,.0f} tokens/s"
-                self.progress.at(self.passed + self.new, free=self.passed, extra=rate)
-                await self.queue.end(work, again=again)
+    async def work(self, plans: Iterator[Work]) -> None:
+        for work in plans:
+            while not await self.is_settled(work, await self.free_endpoint()):
+                pass
+            self.new += 1
+            rate = f"{self.summary.tokens / (time.monotonic() - self.start):,.0f} tokens/s"
+            self.progress.at(self.passed + self.new, free=self.passed, extra=rate)
+
+    async def free_endpoint(self) -> "Endpoint | LocalTarget":
+        """An endpoint with room for a request, which is put back into `free` after it. Raises UserError if all are left
+        out."""
+        while (endpoint := await self.free.get()).dead:
+            if all(each.dead for each in self.endpoints):
+                causes = "; ".join(f"{each.url}: {each.dead}" for each in self.endpoints)
+                raise UserError(
+                    f"--endpoint: no endpoint is left ({causes}); {self.file.path} keeps {self.file.answered:,} rows: "
+                    "start one and run the same command again"
+                )
+        return endpoint
+
+    async def is_settled(self, work: Work, endpoint: "Endpoint | LocalTarget") -> bool:
+        """Ask an endpoint for the answers that are missing. Returns whether nothing is left to do in this run."""
+        try:
+            await work.ask(endpoint, self.generation)
+            self.keep(work)
+        except LeftOut as reason:
+            self.leave_out(work, reason)
+        except Unfit as error:
+            self.set_aside(endpoint, str(error))
+            return False
+        except NoAnswer as error:
+            return await self.is_given_up(work, endpoint, str(error))
+        finally:
+            self.free.put_nowait(endpoint)
+        endpoint.failures = 0
+        return True
 
     def keep(self, work: Work) -> None:
         self.file.add(work.row())
@@ -188,52 +164,48 @@ class Regeneration:
         self.summary.unparsed_reasoning += work.think_tags
         if work.cut:
             self.summary.cut[work.cut] = self.summary.cut.get(work.cut, 0) + 1
-        for plan, reason in self.unrecorded:
-            self.file.leave_out(plan, reason)
+        for other, reason in self.unrecorded:
+            self.file.leave_out(other, reason)
         self.unrecorded.clear()
 
-    def leave_out(self, work: Work, reason: LeftOut, *, answered: int) -> None:
-        """Leave a conversation out. Record it only if answered rows show that the conversation itself is at fault.
-
-        answered: number of these rows
+    def leave_out(self, work: Work, reason: LeftOut) -> None:
+        """Leave a conversation out. Record it only if answered rows show that the conversation itself is at fault. Rows
+        of earlier runs do not show that if this run's server refuses it.
 
         Raises UserError once MOST_REFUSED conversations were left out without being recorded.
         """
         self.summary.tokens += work.tokens
-        self.summary.leave_out(work.plan.origin, reason)
-        if answered:
-            self.file.leave_out(work.plan, reason)
+        self.summary.leave_out(work.origin, reason)
+        if self.summary.answered or (self.file.answered and not isinstance(reason, Refused)):
+            self.file.leave_out(work, reason)
             return
-        self.unrecorded.append((work.plan, reason))
+        self.unrecorded.append((work, reason))
         if len(self.unrecorded) == MOST_REFUSED:
             raise UserError(
-                f"{work.plan.origin}: the first {MOST_REFUSED} conversations asked for gave no row ({reason.reason}"
-                f"{': ' if reason.detail else ''}{reason.detail}); fix the settings or the server, or remove these "
-                "conversations"
+                f"{work.origin}: the first {MOST_REFUSED} conversations asked for gave no row ({reason}); fix the "
+                "settings or the server, or remove these conversations"
             )
 
-    async def failed(self, endpoint: Endpoint, work: Work, reason: str) -> bool:
-        """Handle a request that got no answer. Returns whether to ask again."""
-        failure_time = time.monotonic()
+    async def is_given_up(self, work: Work, endpoint: Endpoint, reason: str) -> bool:
+        """After a request without an answer: wait for the endpoint to come back, or set it aside. Returns whether this
+        run gives the conversation up."""
+        since = time.monotonic()
         work.failures += 1
-        again = work.failures < MOST_TRIES
-        if again:  # wait without taking other work, so that an overloaded server gets fewer requests
+        given_up = work.failures >= MOST_TRIES
+        endpoint.failures += given_up
+        if not given_up:  # wait without taking other work, so that an overloaded server gets fewer requests
             await asyncio.sleep(endpoint.patience[min(work.failures, len(endpoint.patience)) - 1])
-        else:
-            endpoint.failures += 1
         try:
-            back = await endpoint.comes_back(failure_time)
-        except Unfit as error:
-            back, reason = False, str(error)
-        if not back:
-            self.set_aside(endpoint, reason)
-            return True
+            await endpoint.require_alive(since)
+        except (NoAnswer, Unfit) as absence:
+            self.set_aside(endpoint, str(absence))
+            return False
         if endpoint.failures >= MOST_FAILED:
             self.set_aside(endpoint, f"it answers none of {MOST_FAILED} conversations: {reason}")
-        if not again:
+        if given_up:
             self.summary.failed += 1
-            self.summary.examples.setdefault("failed", f"{work.plan.origin}: {reason}")
-        return again
+            self.summary.examples.setdefault("failed", f"{work.origin}: {reason}")
+        return given_up
 
     def set_aside(self, endpoint: Endpoint, reason: str) -> None:
         if endpoint.dead is None:
@@ -265,5 +237,5 @@ def regenerate(
     run = Regeneration(conversations, total, file, generation, report, progress)
     asyncio.run(run.run(endpoints))
     run.summary.seconds = time.monotonic() - run.start
-    run.summary.rows, run.summary.unrecorded = len(file.answered), len(run.unrecorded)
+    run.summary.rows, run.summary.unrecorded = file.answered, len(run.unrecorded)
     return run.summary

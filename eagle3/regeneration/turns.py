@@ -3,30 +3,16 @@
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from eagle3.parsing import parse_json
-from eagle3.regeneration.endpoint import Answer, Endpoint
+from eagle3.regeneration.endpoint import Answer, Endpoint, LeftOut
 from eagle3.servers import NoAnswer
 from eagle3.text.conversations import Conversation
 
 SENT = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")  # keys of a message that are sent
-
-
 WHOLE = ("stop", "tool_calls", "function_call")  # finish reasons of complete answers
 BROKEN_OFF = {"length": "truncated at the length limit", "content_filter": "stopped by the server's content filter"}
-
-
-class LeftOut(Exception):
-    """Raised for a conversation that gives no row.
-
-    reason: the same for all conversations with this problem
-    detail: specific to this conversation
-    """
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason)
-        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True)
@@ -51,18 +37,41 @@ class Generation:
         return {"model": self.model, "messages": messages, "max_tokens": self.max_tokens, **options}
 
 
-class Plan(NamedTuple):
-    """A conversation in OpenAI's form, with the turns to ask for."""
+@dataclass
+class Work:
+    """A conversation in OpenAI's form, of which the target writes some turns anew."""
 
-    id: str  # hex digest of all other fields but the origin, and of the settings that determine the answers
+    id: str  # hex digest of the original, the turns asked for, and the settings that determine the answers
     origin: str
-    messages: list[dict]
+    original: list[dict]
     # Indices of messages that the target writes anew. Their contents are dropped; tool calls are kept for comparison.
     asked: frozenset[int]
     tools: list | None
+    # What has come of it so far:
+    messages: list[dict] = field(default_factory=list)
+    cut: str | None = None  # why the row ends early, if it does
+    tokens: int = 0  # generated
+    think_tags: int = 0  # answers with a think tag in the content
+    failures: int = 0  # requests without an answer
+
+    async def ask(self, endpoint: Endpoint, generation: Generation) -> None:
+        """Request the missing answers. Raises LeftOut, and whatever Endpoint.chat raises. Earlier answers are kept."""
+        while len(self.messages) < len(self.original) and self.cut is None:
+            turn = self.original[len(self.messages)]
+            if len(self.messages) in self.asked:
+                answer = await endpoint.chat(generation.body(self.messages, self.tools))
+                self.tokens += answer.tokens
+                self.think_tags += "</think>" in answer.content or "<think>" in answer.content
+                last = len(self.messages) == len(self.original) - 1
+                turn, self.cut = _turn(answer, generation, None if last else turn.get("tool_calls", []))
+            self.messages.append(turn)
+
+    def row(self) -> dict:
+        tools = {"tools": self.tools} if self.tools else {}
+        return {"id": self.id, "messages": self.messages, **tools}
 
 
-def plan_of(conversation: Conversation, generation: Generation) -> Plan:
+def plan_of(conversation: Conversation, generation: Generation) -> Work:
     """Decide which turns to ask for. Raises LeftOut if the conversation has none."""
     if conversation.messages is None:
         raise LeftOut("plain text, which has no turns")
@@ -85,13 +94,8 @@ def plan_of(conversation: Conversation, generation: Generation) -> Plan:
         messages[index] = {name: messages[index][name] for name in ("role", "tool_calls") if name in messages[index]}
     _json([messages, conversation.tools], "text")
     content = json.dumps([messages, sorted(requested_turns), conversation.tools, asdict(generation)], sort_keys=True)
-    return Plan(
-        hashlib.sha256(content.encode()).hexdigest()[:32],
-        conversation.origin,
-        messages,
-        frozenset(requested_turns),
-        conversation.tools,
-    )
+    digest = hashlib.sha256(content.encode()).hexdigest()[:32]
+    return Work(digest, conversation.origin, messages, frozenset(requested_turns), conversation.tools)
 
 
 def _name_calls(messages: list[dict]) -> None:
@@ -130,78 +134,44 @@ def _json(value: Any, where: str) -> str:
         raise LeftOut(f"half of a surrogate pair in the {where}, which is not a character") from None
 
 
-class Work:
-    """A plan in progress: the messages so far, the failed tries, and why the row ends early, if it does."""
+def _turn(answer: Answer, generation: Generation, expected_calls: list | None) -> tuple[dict, str | None]:
+    """Turn an answer into a message. Raises LeftOut if it cannot be learnt from, NoAnswer if the server aborted it.
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.failures = plan, 0
-        self.messages: list[dict] = []
-        self.cut: str | None = None
-        self.tokens = self.think_tags = 0
+    expected_calls: those of the original; None if nothing follows. If the answer's calls equal them, they get the
+    original ids, because the results that follow refer to those.
 
-    async def ask(self, endpoint: Endpoint, generation: Generation) -> None:
-        """Request the missing answers. Raises LeftOut, and whatever Endpoint.chat raises. Earlier answers are kept."""
-        plan = self.plan
-        while len(self.messages) < len(plan.messages) and self.cut is None:
-            index = len(self.messages)
-            if index in plan.asked:
-                answer = await endpoint.chat(generation.body(self.messages, plan.tools))
-                self.tokens += answer.tokens
-                turn = _turn(answer, generation)
-                self.think_tags += "</think>" in answer.content or "<think>" in answer.content
-                self.cut = _ends_early(answer, plan, index, turn)
-                self.messages.append(turn)
-            else:
-                self.messages.append(plan.messages[index])
-
-    def row(self) -> dict:
-        tools = {"tools": self.plan.tools} if self.plan.tools else {}
-        return {"id": self.plan.id, "messages": self.messages, **tools}
-
-
-def _turn(answer: Answer, generation: Generation) -> dict:
-    """Turn an answer into a message. Raises LeftOut if it cannot be learnt from, NoAnswer if the server aborted it."""
-    finish = answer.finish_reason
+    Also returns why the rest of the original cannot follow; None if it can, or if nothing follows.
+    """
+    finish, calls = answer.finish_reason, answer.tool_calls
     if finish == "abort":  # SGLang was told to end while it was answering
         raise NoAnswer("the server broke the answer off (finish_reason abort)")
     if finish not in WHOLE and not (finish == "length" and generation.truncated == "keep"):
         raise LeftOut(BROKEN_OFF.get(finish, f"finish_reason {finish}"))
-    if not answer.content.strip() and not answer.tool_calls:
+    if not answer.content.strip() and not calls:
         raise LeftOut("an empty answer")
     turn: dict[str, Any] = {"role": "assistant", "content": answer.content}
     if answer.reasoning and generation.reasoning == "keep":
         turn["reasoning_content"] = answer.reasoning
-    if answer.tool_calls:
-        if not all(isinstance(_arguments(call), dict) for call in answer.tool_calls):
-            raise LeftOut("a tool call whose arguments are not a JSON object")
-        turn["tool_calls"] = answer.tool_calls
-    _json(turn, "answer")
-    return turn
-
-
-def _ends_early(answer: Answer, plan: Plan, index: int, turn: dict) -> str | None:
-    """The reason why the rest of the original cannot follow this turn; None if it can, or if nothing follows. If the
-    turn's calls equal the original's, they get the original ids, because the results that follow refer to those."""
-    if index == len(plan.messages) - 1:
-        return None
-    if answer.finish_reason == "length":
-        return "at a truncated answer"
-    calls = plan.messages[index].get("tool_calls", [])
-    if [_call(call) for call in calls] != [_call(call) for call in answer.tool_calls]:
-        return "where the target calls other tools than the original"
     if calls:
-        turn["tool_calls"] = [
-            {**call, "id": original["id"]} for call, original in zip(answer.tool_calls, calls, strict=True)
-        ]
-    return None
+        if not all(isinstance(_call(call)[1], dict) for call in calls):
+            raise LeftOut("a tool call whose arguments are not a JSON object")
+        turn["tool_calls"] = calls
+    _json(turn, "answer")
+    if expected_calls is None:
+        return turn, None
+    if finish == "length":
+        return turn, "at a truncated answer"
+    if [*map(_call, expected_calls)] != [*map(_call, calls)]:
+        return turn, "where the target calls other tools than the original"
+    if calls:
+        turn["tool_calls"] = [call | {"id": own["id"]} for call, own in zip(calls, expected_calls, strict=True)]
+    return turn, None
 
 
-def _call(call: dict) -> tuple:
-    return call["function"]["name"], _arguments(call)
-
-
-def _arguments(call: dict) -> Any:
+def _call(call: dict) -> tuple[str, Any]:
+    """A call's name and arguments, parsed if they are JSON."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
     try:
-        return parse_json(call["function"]["arguments"])
+        return name, parse_json(arguments)
     except ValueError:
-        return call["function"]["arguments"]
+        return name, arguments

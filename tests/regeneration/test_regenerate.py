@@ -4,7 +4,6 @@ duplicates a row.
 The server is a small real one on this machine. It speaks the protocol, and fails if a prompt tells it to.
 """
 
-import asyncio
 import fcntl
 import json
 import math
@@ -30,9 +29,9 @@ from tiny_run import launch
 
 from eagle3.errors import UserError
 from eagle3.regeneration.answers import AnswerFile
-from eagle3.regeneration.endpoint import Endpoint, endpoint_urls, exposed, find_model
-from eagle3.regeneration.regenerate import Queue, Regeneration, Summary, regenerate
-from eagle3.regeneration.turns import Generation, LeftOut, Work, plan_of
+from eagle3.regeneration.endpoint import Endpoint, LeftOut, endpoint_urls, exposed, find_model
+from eagle3.regeneration.regenerate import Summary, regenerate
+from eagle3.regeneration.turns import Generation, plan_of
 from eagle3.text.conversations import Conversation, read_conversations
 
 KEY = "sk-nobody-may-see-this"
@@ -498,26 +497,12 @@ def test_when_the_last_endpoint_dies_all_that_came_is_kept_and_a_rerun_asks_for_
     assert (summary.earlier, summary.answered, summary.rows) == (2, 20, 22)
 
 
-def test_an_endpoint_that_died_while_it_waited_for_work_puts_it_back(tmp_path, server):
-    [conversation] = read_conversations([write(tmp_path / "prompts.jsonl", {"messages": [user("one")]})])
-    [url] = endpoint_urls([server.url])
-
-    async def waits() -> tuple[Regeneration, Work]:
-        with AnswerFile(tmp_path / "out.jsonl", asdict(settings())) as file:
-            run = Regeneration([conversation], 1, file, settings(), print, print)
-            run.queue = Queue(run.plans())
-            endpoint = Endpoint(url, None, "tiny", concurrency=1, timeout=HANG_SECONDS, patience=())
-            work = await run.queue.take()
-            waiting = asyncio.create_task(run.work(endpoint))
-            await asyncio.sleep(0.01)
-            endpoint.dead = "gone"
-            await run.queue.end(work, again=True)
-            await asyncio.wait_for(waiting, HANG_SECONDS)
-            await endpoint.client.aclose()
-            return run, work
-
-    run, work = asyncio.run(waits())
-    assert list(run.queue.again) == [work] and run.queue.taken == 0 and not server.bodies
+def test_an_endpoint_that_is_left_out_is_asked_nothing_more(tmp_path, server):
+    rows = [{"messages": [user(f"prompt {number}")]} for number in range(8)]
+    with serving(Server()) as dead:
+        dead.dying, lines = True, []
+        summary = ask(tmp_path / "out.jsonl", rows, dead, server, lines=lines)
+    assert summary.answered == 8 and len(dead.bodies) <= 4 and len(lines) == 1
 
 
 def test_an_endpoint_that_comes_back_with_another_model_is_left_out(tmp_path, server):
@@ -683,7 +668,7 @@ def test_every_mistake_is_one_line_with_the_value_and_the_remedy(tmp_path, serve
         ({"--out": source}, "is among the data that is read"),
         ({"--data": str(tmp_path)}, "is among the data that is read"),
         ({"--out": str(tmp_path / "other.jsonl")}, "says how they came"),
-        ({"--out": str(broken)}, "settings.json: cannot be read"),
+        ({"--out": str(broken)}, "settings.json: not valid JSON"),
         ({"--out": str(tmp_path / "blocked.jsonl")}, "left_out.jsonl: cannot be written (Is a directory)"),
         ({"--max-tokens": "0"}, "--max-tokens: 0 is out of range; give 1 or more"),
         ({"--concurrency": "-3"}, "--concurrency: -3"),
