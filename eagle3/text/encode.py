@@ -2,15 +2,15 @@
 
 import inspect
 import json
-import multiprocessing
-import signal
+import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import islice
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing import cpu_count, get_context, parent_process
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -113,17 +113,50 @@ EncodedChunk = tuple[list[Conversation], list[Outcome]]
 def useful_processes(rows: int, characters: int, workers: int | None) -> int:
     """The number of processes for so much text. If there is little, this process encodes it, because starting others
     would take longer. workers: most processes; None: one per core."""
-    return min(-(-rows // CHUNK), 1 + characters // CHARACTERS_WORTH_A_PROCESS, workers or multiprocessing.cpu_count())
+    return min(-(-rows // CHUNK), 1 + characters // CHARACTERS_WORTH_A_PROCESS, workers or cpu_count())
 
 
 def encode_all(encoder: SampleEncoder, conversations: Iterable[Conversation], processes: int) -> Iterator[EncodedChunk]:
     """Yield all conversations in order, with their outcomes. Reads only a few chunks ahead of what it yields."""
     chunks = _chunks(conversations)
-    if processes > 1:
-        yield from _encode_in_processes(encoder, chunks, processes)
-    else:
+    if processes == 1:
         for chunk in chunks:
             yield chunk, [encoder.outcome(conversation) for conversation in chunk]
+        return
+    # spawn: forking a process with threads (torch's, the tokenizer's) can leave locks in the copy locked forever.
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(encoder,))
+    submitted = ((chunk, pool.submit(_outcomes, chunk)) for chunk in chunks)
+    waiting = deque(islice(submitted, 2 * processes))
+    try:
+        while waiting:
+            chunk, outcomes = waiting[0][0], waiting[0][1].result()
+            waiting.popleft()
+            waiting.extend(islice(submitted, 1))
+            yield chunk, outcomes
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"{waiting[0][0][0].origin} to {waiting[-1][0][-1].origin}: a tokenising process died without a message: "
+            "for lack of memory (set fewer data.workers), or in a chat template that did not end and could not be "
+            "interrupted (fix data.chat_template, else the tokenizer's, or remove the row)"
+        ) from error
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _start(encoder: SampleEncoder) -> None:
+    """In another process: keep the encoder, and end with the process that asks."""
+    global _encoder
+    _encoder = encoder
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent_process().join()
+    os._exit(1)
+
+
+def _outcomes(chunk: list[Conversation]) -> list[Outcome]:
+    return [_encoder.outcome(conversation) for conversation in chunk]
 
 
 def _chunks(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
@@ -136,68 +169,3 @@ def _chunks(conversations: Iterable[Conversation]) -> Iterator[list[Conversation
             chunk, characters = [], 0
     if chunk:
         yield chunk
-
-
-def _encode_in_processes(
-    encoder: SampleEncoder, chunks: Iterator[list[Conversation]], processes: int
-) -> Iterator[EncodedChunk]:
-    """Process p encodes chunks p, p + processes, ...; reading them in turn keeps the order and bounds the backlog."""
-    # spawn: forking a process with threads (torch's, the tokenizer's) can leave locks in the copy locked forever.
-    context = multiprocessing.get_context("spawn")
-    started: list[tuple[BaseProcess, Connection]] = []
-    turns: deque[tuple[list[Conversation], Connection, BaseProcess]] = deque()  # the next is the first
-    try:
-        for chunk in islice(chunks, processes):
-            connection, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(encoder, theirs), daemon=True)
-            process.start()
-            started.append((process, connection))
-            theirs.close()  # the process has its own copy; while ours is open, `recv` cannot notice its death
-            _send(chunk, connection)
-            turns.append((chunk, connection, process))
-        while turns:
-            chunk, connection, process = turns.popleft()
-            try:
-                outcomes = connection.recv()
-            except (EOFError, OSError) as error:
-                raise _died(process, chunk, processes) from error
-            if isinstance(outcomes, Exception):
-                raise outcomes
-            if following := next(chunks, None):
-                _send(following, connection)  # cannot block, because the process is waiting for it
-                turns.append((following, connection, process))
-            yield chunk, outcomes
-    finally:
-        for process, connection in started:
-            process.terminate()
-            process.join()
-            connection.close()
-
-
-def _send(chunk: list[Conversation], connection: Connection) -> None:
-    with suppress(OSError):  # the process has died, which receiving from it will show
-        connection.send(chunk)
-
-
-def _died(process: BaseProcess, rows: list[Conversation], processes: int) -> UserError:
-    process.join()
-    if process.exitcode == -signal.SIGVTALRM:
-        return UserError(
-            f"{rows[0].origin} to {rows[-1].origin}: the chat template did not end within the limits for a row, and "
-            "could not be interrupted; fix the template (data.chat_template, else the tokenizer's) or remove the row"
-        )
-    return UserError(
-        f"data.workers={processes}: a tokenising process died without a message, perhaps for lack of memory; set fewer "
-        "data.workers"
-    )
-
-
-def _work(encoder: SampleEncoder, connection: Connection) -> None:
-    with suppress(EOFError, ConnectionError):  # the process that asks has died
-        while True:
-            chunk = connection.recv()
-            try:
-                answer: list[Outcome] | UserError = [encoder.outcome(conversation) for conversation in chunk]
-            except UserError as error:
-                answer = error
-            connection.send(answer)

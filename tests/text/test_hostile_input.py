@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import resource
 import signal
 import time
@@ -288,14 +289,20 @@ def _render_what_cannot_be_interrupted(tokenizer):
     encode_conversation(tokenizer, ROW, DOUBLED + "{{ ns.x == ns.y }}")
 
 
+class Killed(encode.SampleEncoder):
+    def outcome(self, conversation):
+        os.kill(os.getpid(), signal.SIGVTALRM)
+
+
 def test_a_process_that_cannot_be_interrupted_is_ended_and_its_rows_are_named(tokenizer):
     """Comparing two such lists takes 2**60 steps of C code, which does not check for signals."""
     process = multiprocessing.get_context("fork").Process(target=_render_what_cannot_be_interrupted, args=(tokenizer,))
     process.start()
     process.join(HANG_SECONDS)
     assert process.exitcode == -signal.SIGVTALRM
-    line = str(encode._died(process, [ROW, ROW], 2))
-    assert line.startswith("rows.jsonl:3 to rows.jsonl:3: the chat template did not end")
+    line = line_of(list, encode.encode_all(Killed(tokenizer, None, 50), 3 * [ROW], 2))
+    assert line.startswith("rows.jsonl:3 to rows.jsonl:3: a tokenising process died"), line
+    assert "data.workers" in line and "data.chat_template" in line
 
 
 def test_a_template_has_its_seconds_for_all_renderings_of_a_row_together(tokenizer, monkeypatch):
