@@ -177,18 +177,13 @@ def _make(
     for source, name in ((rows, ANSWERS), (held_out, HELD_OUT_ANSWERS)):
         if "text" in source[0]:
             continue  # files have no questions
-        questions = [conversation["messages"][0] for conversation in _spread(source, demo.answers)]
+        count = min(demo.answers, len(source))
+        questions = [source[place * len(source) // count]["messages"][0] for place in range(count)]  # evenly spread
         answers = greedy_answers(model, tokenizer, questions, demo.answer_tokens, report, saved / name)
         text = "".join(json.dumps({"messages": messages}) + "\n" for messages in answers)
         (folder / name).write_text(text, encoding="utf-8")
     record = {"loss": loss, "held_out_loss": held_out_loss, "held_out_accuracy": accuracy, "seconds": seconds}
     (folder / RECORD).write_text(json.dumps(record | {"steps": demo.steps}, indent=1), encoding="utf-8")
-
-
-def _spread(conversations: list[dict], count: int) -> list[dict]:
-    """Choose `count` conversations, evenly spread, or all if there are fewer."""
-    count = min(count, len(conversations))
-    return [conversations[position * len(conversations) // count] for position in range(count)]
 
 
 def byte_level_tokenizer(rows: list[dict], vocab_size: int, context: int) -> PreTrainedTokenizerFast:

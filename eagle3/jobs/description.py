@@ -21,7 +21,7 @@ from eagle3.planning.fitting import PlannedStream
 from eagle3.planning.memory import rank_bytes
 from eagle3.planning.step import Weights
 from eagle3.preflight.sameness import ABSENT, PACKAGES, versions
-from eagle3.text.datasets import is_dataset, preset_source, source_of_id
+from eagle3.text.datasets import preset_source, source_of_id
 from eagle3.text.prepare import Summary
 from eagle3.text.samples import SampleSet
 
@@ -103,7 +103,7 @@ def hub_datasets(sources: Sequence[str]) -> list[str]:
     """Ids of the sources that are hub datasets. Files and generated data are left out."""
     remote = [source for source in sources if not _is_here(source)]
     hub_sources = [preset_source(source) for source in remote if source.startswith("preset:")]
-    hub_sources += [source_of_id(source) for source in remote if is_dataset(source)]
+    hub_sources += filter(None, map(source_of_id, remote))
     return list(dict.fromkeys(each.dataset for each in hub_sources if "/" in each.dataset))
 
 

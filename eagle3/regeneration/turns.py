@@ -103,23 +103,21 @@ def _name_calls(messages: list[dict]) -> None:
     pending_ids: list[str] = []
     number = 0
     for message in messages:
-        if calls := message.get("tool_calls"):
-            message["tool_calls"] = [_openai_call(call, f"call_{number + offset}") for offset, call in enumerate(calls)]
-            number += len(calls)
-            pending_ids = [call["id"] for call in message["tool_calls"]]
+        if message.get("tool_calls"):
+            calls = []
+            for call in message["tool_calls"]:
+                name, arguments = call["function"]["name"], call["function"].get("arguments", {})
+                function = {
+                    "name": name,
+                    "arguments": arguments if isinstance(arguments, str) else _json(arguments, "text"),
+                }
+                calls.append({"id": str(call.get("id") or f"call_{number}"), "type": "function", "function": function})
+                number += 1
+            message["tool_calls"], pending_ids = calls, [call["id"] for call in calls]
         elif message["role"] == "tool":
             call_id = message.setdefault("tool_call_id", pending_ids[0] if pending_ids else f"call_{number}")
             if call_id in pending_ids:
                 pending_ids.remove(call_id)
-
-
-def _openai_call(call: dict, default_id: str) -> dict:
-    """Convert a call to OpenAI's form. default_id: its id if it has none."""
-    arguments = call["function"].get("arguments", {})
-    if not isinstance(arguments, str):
-        arguments = _json(arguments, "text")
-    function = {"name": call["function"]["name"], "arguments": arguments}
-    return {"id": str(call.get("id") or default_id), "type": "function", "function": function}
 
 
 def _json(value: Any, where: str) -> str:

@@ -26,6 +26,7 @@ from eagle3.text.template import (
     choose_template,
     renderer,
     require_calls,
+    with_marks,
 )
 
 PRIVATE_USE = range(0xE000, 0xF900)
@@ -58,7 +59,7 @@ def encode_conversation(
     tokenizer: PreTrainedTokenizerBase,
     conversation: Conversation,
     chat_template: str | None,
-    choices: Choices | None = None,
+    choices: Choices = Choices(),
 ) -> Encoded:
     """Token ids and loss mask of one conversation.
 
@@ -71,12 +72,10 @@ def encode_conversation(
     - in rendered `text`, the turns that the template's special tokens delimit
 
     chat_template: Jinja source that replaces the tokenizer's own
-    choices: default Choices()
 
     Raises Unusable if the mask cannot be determined with certainty, and UserError if no conversation can be encoded
     with this tokenizer and template.
     """
-    choices = choices or Choices()
     if conversation.messages is None and choices.text == "plain":
         ids = tokenized(tokenizer, conversation.text, add_special_tokens=True)["input_ids"]
         return Encoded(np.asarray(ids, np.int32), np.ones(len(ids), bool), conversation.text)
@@ -119,7 +118,7 @@ def _talk_spans(
     text = render(messages)
     if GENERATION.search(template):
         marks = _unused(text)
-        spans = _marked_spans(text, render(messages, template=_with_marks(template, *marks)), *marks)
+        spans = _marked_spans(text, render(messages, template=with_marks(template, *marks)), *marks)
         if supervise == "last_turn" and len(spans) != count:
             raise Unusable("there is not one {% generation %} block for each assistant turn in the chat template")
     else:
@@ -183,19 +182,6 @@ def _unused(text: str) -> tuple[str, str]:
 
 
 # Templates that mark their own turns ---------------------------------------------------------------------------------
-
-
-def _with_marks(template: str, begin: str, end: str) -> str:
-    """The template with each `{% generation %}` tag replaced by a block that prints a mark, with the same white-space
-    control.
-
-    transformers' own `return_assistant_tokens_mask` counts characters printed before the tag, which is wrong inside a
-    macro or a captured block; printed marks are right everywhere.
-    """
-    marks = {"generation": begin, "endgeneration": end}
-    return GENERATION.sub(
-        lambda tag: f"{{%{tag[1]} if true %}}{{{{ '{marks[tag[2]]}' }}}}{{% endif {tag[3]}%}}", template
-    )
 
 
 def _marked_spans(text: str, marked_text: str, begin: str, end: str) -> list[Span]:
@@ -276,8 +262,13 @@ def _assistant_spans(messages: list[dict], text: str, render: Render, added_toke
             if len(message) == 2 or index not in turns:  # role and content only: _prefix_region cannot help
                 raise
             regions.append(_prefix_region(chat, index))
-    closed_turns = [index for index in turns if regions[index].closing is not None]
-    closer = _closer(chat, closed_turns[-1]) if closed_turns else None
+    # The added token that ends the last turn when the conversation ends there. The target stops at it. One that follows
+    # turns only in the middle of a conversation does not count: it may begin the next message.
+    closer = None
+    if closed_turns := [index for index in turns if regions[index].closing is not None]:
+        last = closed_turns[-1]
+        alone = chat.render([*chat.messages[:last], chat.marked[last]])
+        closer = chat.leading_token(chat.around_marks(alone, last)[1])
     spans = [(region.start, region.stop) for region in regions]
     for index in turns:
         region = regions[index]
@@ -329,14 +320,6 @@ def _prefix_region(chat: _Chat, index: int) -> Region:
                 if rendering.startswith(prefix[:start]):
                     return Region(start, len(rendering), direct=True, closing=None)
     raise Unusable("the chat template does not show where an assistant's tool call begins and ends")
-
-
-def _closer(chat: _Chat, last: int) -> str | None:
-    """The added token that ends the turn at index `last` when the conversation ends there. The target stops at it.
-
-    A token that follows turns only in the middle of a conversation does not count: it may begin the next message.
-    """
-    return chat.leading_token(chat.around_marks(chat.render([*chat.messages[:last], chat.marked[last]]), last)[1])
 
 
 def _turn_start(chat: _Chat, index: int, previous_end: int, region: Region) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from eagle3.console import Progress
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
-from eagle3.text.datasets import SLICE, DatasetSource, downloaded_rows, is_dataset, preset_source, source_of_id
+from eagle3.text.datasets import SLICE, DatasetSource, downloaded_rows, preset_source, source_of_id
 from eagle3.text.rows import KINDS, LISTED, UNKNOWN_ROLE, Malformed, MalformedRows, by_reason, file_rows, first_readable
 from eagle3.text.standard_library import SOURCES
 
@@ -149,11 +149,11 @@ def dataset_of(source: str) -> DatasetSource | None:
             f"{source}: slices of a split are not supported; leave [...] out, and limit the rows with data.max_samples "
             "(regenerate.py: --limit)"
         )
-    elif not is_dataset(source) or path.suffix in (*KINDS, ".csv", ".txt", ".gz"):
+    elif not (dataset := source_of_id(source)) or path.suffix in (*KINDS, ".csv", ".txt", ".gz"):
         location = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
         raise UserError(f"{source}: no such file or folder{location}; fix the path in data.train or data.held_out")
     else:
-        return source_of_id(source)
+        return dataset
     return None
 
 

@@ -55,15 +55,11 @@ class DatasetSource:
         return folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', self.source)}-{digest[:16]}"
 
 
-def is_dataset(source: str) -> bool:
-    """Whether the source has the form of a dataset id."""
-    return DATASET.fullmatch(source) is not None
-
-
-def source_of_id(source: str) -> DatasetSource:
-    """The source named by `owner/name`, `owner/name:split`, `owner/name@revision` or `owner/name:split@revision`."""
+def source_of_id(source: str) -> DatasetSource | None:
+    """The source named by `owner/name`, `owner/name:split`, `owner/name@revision` or `owner/name:split@revision`; None
+    for a text that is no dataset id."""
     parts = DATASET.fullmatch(source)
-    return DatasetSource(
+    return parts and DatasetSource(
         source,
         parts["id"],
         split=parts["split"] or "train",

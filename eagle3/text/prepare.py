@@ -21,13 +21,11 @@ from transformers import PreTrainedTokenizerBase
 
 from eagle3.console import Progress, Warned, counted, waiting, with_marks
 from eagle3.durable import write_text
-from eagle3.errors import UserError
 from eagle3.sealed import DAMAGE, read_sealed, sealed
 from eagle3.text.cache import Unresumable, found, replacing_folder
 from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, iterate_conversations
 from eagle3.text.encode import (
-    EncodedChunk,
     Outcome,
     Problem,
     SampleEncoder,
@@ -231,7 +229,7 @@ def _write(
     processes = useful_processes(contents.rows, contents.characters, workers) if encoder.tokenizer.is_fast else 1
     with SampleWriter(folder, summary.kept, summary.tokens) as writer, progress.also_between():
         saved = time.monotonic()
-        for chunk, outcomes in _without_os_errors(encode_all(encoder, islice(rows, earlier.rows, None), processes)):
+        for chunk, outcomes in encode_all(encoder, islice(rows, earlier.rows, None), processes):
             usable = [outcome for outcome in outcomes if outcome.problem is None]
             samples = [piece for outcome in usable for piece in split(outcome, encoder.max_length)]
             problems = [(row.origin, each.problem) for row, each in zip(chunk, outcomes, strict=True) if each.problem]
@@ -247,14 +245,6 @@ def _write(
     if fatal:
         raise _refusal(fatal)
     return summary
-
-
-def _without_os_errors(parts: Iterator[EncodedChunk]) -> Iterator[EncodedChunk]:
-    """The same, with errors of reading and of processes told apart from those of writing the cache."""
-    try:
-        yield from parts
-    except OSError as error:
-        raise UserError(f"data: cannot be read and tokenised ({error}); fix that, and start again") from error
 
 
 def _progress(folder: Path, key: str, report: Callable[[str], None]) -> Summary:

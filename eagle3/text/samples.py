@@ -372,10 +372,6 @@ class Spans:
             f"{self.length:,} hold"
         )
 
-    def fixed(self, samples: SampleSet) -> SampleSet:
-        """The samples with the first epoch's spans as loss masks, as a store has them."""
-        return samples.masked(lambda sample: self.draw(sample, 0))
-
     def _number(self, sample_id: str, epoch: int, index: int) -> int:
         """A random number, from a hash: a library's generator may change, while stores keep what was drawn."""
         return int.from_bytes(

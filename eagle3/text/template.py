@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # checks that run before a job starts must not wait for trans
     from transformers import PreTrainedTokenizerBase
 
 GENERATION = re.compile(r"\{%([-+]?)\s*(generation|endgeneration)\s*([-+]?)%\}")
-# The settings that transformers uses, but without its generation tags, which `read_template` replaces.
+# The settings that transformers uses, but without its generation tags, which `with_marks` replaces.
 PARSER = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
 THOUGHTS_END = "</think>"
 PROBED, RESULT = "probed_value", "probed_result"
@@ -70,15 +70,26 @@ def read_template(path: Path) -> str:
         raise UserError(
             f"{path}: holds no chat template; fix data.chat_template, or leave it out for the tokenizer's own"
         )
-    tags = {"generation": "if true", "endgeneration": "endif"}
-    plain = GENERATION.sub(lambda match: f"{{%{match[1]} {tags[match[2]]} {match[3]}%}}", text)
     try:
-        PARSER.parse(plain)
+        PARSER.parse(with_marks(text, "", ""))
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"{path}:{error.lineno}: {error.message:.200}; fix the chat template there") from error
     except RecursionError as error:
         raise UserError(f"{path}: nested too deep to be parsed; fix data.chat_template") from error
     return text
+
+
+def with_marks(template: str, begin: str, end: str) -> str:
+    """The template with each `{% generation %}` tag replaced by a block that prints a mark, with the same white-space
+    control.
+
+    transformers' own `return_assistant_tokens_mask` counts characters printed before the tag, which is wrong inside a
+    macro or a captured block; printed marks are right everywhere.
+    """
+    marks = {"generation": begin, "endgeneration": end}
+    return GENERATION.sub(
+        lambda tag: f"{{%{tag[1]} if true %}}{{{{ '{marks[tag[2]]}' }}}}{{% endif {tag[3]}%}}", template
+    )
 
 
 def check_variables(template: str, variables: Mapping[str, Any]) -> None:
