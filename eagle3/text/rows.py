@@ -117,24 +117,23 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
             begins_list = file.read(1000).lstrip().startswith("[")  # whatever its name says; a row is an object
-        lines = _json_rows if begins_list else _line_rows
-        yield from {".json": _json_rows, ".jsonl": lines, ".parquet": _parquet_rows}[path.suffix](path)
+        if path.suffix == ".parquet":
+            yield from _parquet_rows(path)
+        else:
+            yield from _list_rows(path) if begins_list else _line_rows(path)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error}); check its rights and its disk") from error
 
 
-def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read a file that holds a list of rows, a single row or one row per line, whatever its name says."""
-    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
-    content = _value(text, lines=True)
-    most = 1 if text.lstrip().startswith("[") else None  # a damaged list may have whole rows on lines further down
-    if not isinstance(content, Malformed):
-        for number, row in enumerate(content if isinstance(content, list) else [content], 1):
-            yield f"{path} row {number}", row
-    elif any(isinstance(row, dict | list) for _, row in islice(_line_rows(path), most)):
+def _list_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Read a file that holds a list of rows, or a list on each line."""
+    rows = _value(path.read_text(encoding="utf-8-sig", errors="surrogateescape"), lines=True)
+    if isinstance(rows, list):
+        yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
+    elif any(isinstance(row, list) for _, row in islice(_line_rows(path), 1)):
         yield from _line_rows(path)
     else:
-        raise UserError(f"{path}: {content.detail}, so its rows cannot be separated; fix the file")
+        raise UserError(f"{path}: {rows.detail}, so its rows cannot be separated; fix the file")
 
 
 def _line_rows(path: Path) -> Iterator[tuple[str, Any]]:

@@ -223,7 +223,7 @@ def test_what_cannot_be_read_is_named_with_the_remedy(tmp_path):
     refused("a.json", b'[\n{"text": "x"},\n{"text": }]', r"a.json: not valid JSON \(line 3, column 10: ")
     refused("a.json", b'[\n{"text": "x},\n{"text": "y"}]', r"\(line 2, column 14: .*cannot be separated; fix")
     refused("b.jsonl", b"\xff\xfe", "b.jsonl:1: not UTF-8")
-    refused("b.json", b"\xff\xfe", "b.json: not UTF-8")
+    refused("b.json", b"\xff\xfe", "b.json:1: not UTF-8")
     refused("c.parquet", b"not parquet", "c.parquet: not a readable parquet file")
     refused("d.csv", b"a,b", "files of kind '.csv' are not read; convert")
     refused("e.jsonl", b"\n", "e.jsonl: holds no rows")
