@@ -89,10 +89,6 @@ class Answer(Typed):
         0, validation_alias=AliasPath("usage", "completion_tokens")
     )
 
-    @property
-    def reasoning(self) -> str:
-        return self.reasoning_content or self.plain_reasoning
-
 
 class Served(NamedTuple):
     """The model that the endpoints serve, and the endpoints that can be used."""

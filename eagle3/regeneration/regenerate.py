@@ -158,7 +158,8 @@ class Regeneration:
         return True
 
     def keep(self, work: Work) -> None:
-        self.file.add(work.row())
+        tools = {"tools": work.tools} if work.tools else {}
+        self.file.add({"id": work.id, "messages": work.messages, **tools})
         self.summary.answered += 1
         self.summary.tokens += work.tokens
         self.summary.unparsed_reasoning += work.think_tags

@@ -66,10 +66,6 @@ class Work:
                 turn, self.cut = _turn(answer, generation, None if last else turn.get("tool_calls", []))
             self.messages.append(turn)
 
-    def row(self) -> dict:
-        tools = {"tools": self.tools} if self.tools else {}
-        return {"id": self.id, "messages": self.messages, **tools}
-
 
 def plan_of(conversation: Conversation, generation: Generation) -> Work:
     """Decide which turns to ask for. Raises LeftOut if the conversation has none."""
@@ -148,8 +144,9 @@ def _turn(answer: Answer, generation: Generation, expected_calls: list | None) -
     if not answer.content.strip() and not calls:
         raise LeftOut("an empty answer")
     turn: dict[str, Any] = {"role": "assistant", "content": answer.content}
-    if answer.reasoning and generation.reasoning == "keep":
-        turn["reasoning_content"] = answer.reasoning
+    reasoning = answer.reasoning_content or answer.plain_reasoning
+    if reasoning and generation.reasoning == "keep":
+        turn["reasoning_content"] = reasoning
     if calls:
         if not all(isinstance(_call(call)[1], dict) for call in calls):
             raise LeftOut("a tool call whose arguments are not a JSON object")
