@@ -8,9 +8,10 @@ remains ambiguous is refused (`Unusable`).
 
 import re
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, cycle, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
@@ -218,8 +219,10 @@ class _Chat:
             for message in messages
         ]
 
-    def around_marks(self, rendering: str, index: int) -> tuple[str, str]:
-        """What the template prints before and after the marked content of message `index`."""
+    def around(self, index: int, after: Sequence[dict] = (), **options: Any) -> tuple[str, str]:
+        """What the template prints before and after the content of message `index`, between the messages before it and
+        `after`. options: for `render`"""
+        rendering = self.render([*self.messages[:index], self.marked[index], *after], **options)
         if any(rendering.count(mark) != 1 for mark in self.marks):
             raise Unusable(
                 "the chat template leaves out or repeats the content of a message of the "
@@ -266,9 +269,7 @@ def _assistant_spans(messages: list[dict], text: str, render: Render, added_toke
     # turns only in the middle of a conversation does not count: it may begin the next message.
     closer = None
     if closed_turns := [index for index in turns if regions[index].closing is not None]:
-        last = closed_turns[-1]
-        alone = chat.render([*chat.messages[:last], chat.marked[last]])
-        closer = chat.leading_token(chat.around_marks(alone, last)[1])
+        closer = chat.leading_token(chat.around(closed_turns[-1])[1])
     spans = [(region.start, region.stop) for region in regions]
     for index in turns:
         region = regions[index]
@@ -286,8 +287,7 @@ def _assistant_spans(messages: list[dict], text: str, render: Render, added_toke
 def _region(chat: _Chat, index: int) -> Region:
     """The part of the text that depends on message `index`, found by comparison with a rendering in which that message
     is marked."""
-    marked_messages = [*chat.messages[:index], chat.marked[index], *chat.messages[index + 1 :]]
-    head, tail = chat.around_marks(chat.render(marked_messages), index)
+    head, tail = chat.around(index, chat.messages[index + 1 :])
     start = _common_prefix(chat.text, head)
     stop = len(chat.text) - len(tail)
     if not chat.text.endswith(tail) or stop < start:
@@ -328,14 +328,13 @@ def _turn_start(chat: _Chat, index: int, previous_end: int, region: Region) -> i
     What the template prints between the prompt and the content (an empty think block, a channel header) is generated,
     too. previous_end: where the previous message ends
     """
-    history = [*chat.messages[: index - 1], chat.marked[index - 1]]
-    prompt = chat.render(history, generation_prompt=True)
-    opening = chat.around_marks(prompt, index - 1)[1]
+    prompt = chat.around(index - 1, generation_prompt=True)
+    opening = prompt[1]
     opened = chat.text.startswith(opening, previous_end)
     start = previous_end + len(opening)
     # If only white space lies between the prompt and the content, the target generates this white space too, even if
     # the generation prompt is empty (Llama 2).
-    if opened and (not chat.text[start : region.start].strip() or prompt != chat.render(history)):
+    if opened and (not chat.text[start : region.start].strip() or prompt != chat.around(index - 1)):
         return start
     # Either the template has no generation prompt, or the turn shows only part of it, or other think markers (a
     # generation prompt that opens a think block). The turn then begins where its region does, provided that the content

@@ -296,14 +296,12 @@ def _tell_unshown(contents: Contents, encoder: SampleEncoder, report: Callable[[
     prompt ends within a token gives answers another beginning than they have in serving. One that cannot show reasoning
     loses it, which a user who keeps reasoning should know.
     """
-    template = encoder.chat_template or encoder.tokenizer.chat_template
-    example = contents.example
-    if example is None or not template:
+    if (example := contents.example) is None:
         return
     question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
     probe = Conversation(example.origin, (question, answer), None)
-    source = choose_template(encoder.tokenizer, encoder.chat_template, None, example.origin)
-    render = renderer(encoder.tokenizer, source, probe, encoder.choices)
+    template = choose_template(encoder.tokenizer, encoder.chat_template, None, example.origin)
+    render = renderer(encoder.tokenizer, template, probe, encoder.choices)
     with suppress(Unusable):  # a template that refuses the swapped roles tells them apart
         if render(probe.messages) == render([{**question, "role": "assistant"}, {**answer, "role": "user"}]):
             label = "data.chat_template" if encoder.chat_template else "the tokenizer's chat template"
@@ -322,7 +320,7 @@ def _tell_unshown(contents: Contents, encoder: SampleEncoder, report: Callable[[
                 )
             )
     count = contents.with_reasoning
-    if count and encoder.choices.reasoning == "keep" and isinstance(template, str) and not reasoning_key(template):
+    if count and encoder.choices.reasoning == "keep" and not reasoning_key(template):
         report(
             Warned(f"the chat template shows no reasoning, so that of {count:,} conversations is not in the samples")
         )

@@ -116,8 +116,5 @@ def _between(text: str, begin: str, end: str | None = None) -> str:
 
 def _common_pieces(a: str, b: str, token: re.Pattern) -> str:
     """The longest common prefix that ends at the edge of an added token, or at the end of one of the texts."""
-    return a[: max(cut for cut in _edges(a, token) & _edges(b, token) if b.startswith(a[:cut]))]
-
-
-def _edges(text: str, token: re.Pattern) -> set[int]:
-    return {0, len(text), *(edge for match in token.finditer(text) for edge in match.span())}
+    edges = [{0, len(text), *(edge for match in token.finditer(text) for edge in match.span())} for text in (a, b)]
+    return a[: max(cut for cut in set.intersection(*edges) if b.startswith(a[:cut]))]
