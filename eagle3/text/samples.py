@@ -338,7 +338,9 @@ class Spans:
         positions = sample.loss_mask.nonzero().flatten()
         if len(positions) <= self.most:
             return sample.loss_mask
-        numbers = (self._number(sample.id, epoch, index) for index in count())
+        # Random numbers from a hash: a library's generator may change, while stores keep what was drawn.
+        words = (f"{self.seed} {epoch} {index} {sample.id}".encode() for index in count())
+        numbers = (int.from_bytes(hashlib.sha256(word).digest()[:8], "little") for word in words)
         runs = (torch.arange(len(positions)) + next(numbers) % self.length) // self.length
         total, chosen_runs = int(runs[-1]) + 1, set[int]()
         while len(chosen_runs) < self.per_document:
@@ -370,10 +372,4 @@ class Spans:
             f"data.spans: up to {span_tokens:,} of {supervised.sum():,} supervised tokens an epoch, {frequency}; "
             f"{long_samples:,} of {counted(len(samples), 'sample')} have more than {self.per_document} spans of "
             f"{self.length:,} hold"
-        )
-
-    def _number(self, sample_id: str, epoch: int, index: int) -> int:
-        """A random number, from a hash: a library's generator may change, while stores keep what was drawn."""
-        return int.from_bytes(
-            hashlib.sha256(f"{self.seed} {epoch} {index} {sample_id}".encode()).digest()[:8], "little"
         )
