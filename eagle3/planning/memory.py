@@ -7,7 +7,6 @@ tests/planning/test_planner.py compares the sums with bytes counted in real step
 
 import math
 from collections import Counter
-from dataclasses import dataclass
 
 from eagle3.attention.cuda import heads_at_once
 from eagle3.attention.schedule import BAND_ROWS, KEY_BLOCK, QUERY_BLOCK
@@ -47,7 +46,7 @@ def rank_bytes(planned: Planned, share: Share) -> Bytes:
     """Memory of the engine and a step together, or of the optimiser's update after it. `total()` must fit, along with
     the device's own overhead."""
     rank = _Rank(planned, share)
-    return max(step_bytes(planned, share), rank.updating(), key=Counter.total) + engine_bytes(planned)
+    return max(*rank.phases(), rank.updating(), key=Counter.total) + engine_bytes(planned)
 
 
 def host_bytes(planned: Planned, share: Share) -> int:
@@ -57,51 +56,49 @@ def host_bytes(planned: Planned, share: Share) -> int:
     return share.rows * planned.draft.aux_width * planned.itemsize + share.teacher * planned.teacher_bytes
 
 
-@dataclass(frozen=True)
 class _Rank:
     """Memory of one rank in each phase of a step, in bytes."""
 
-    planned: Planned
-    share: Share
-
-    @property
-    def hidden(self) -> int:
-        """One hidden state for every query."""
-        return self.share.queries * self.planned.draft.hidden_size * self.planned.itemsize
-
-    @property
-    def attention(self) -> int:
-        """One step's q, or attention's output, which has the same size."""
-        return self.share.queries * self.planned.query_width * self.planned.itemsize
-
-    @property
-    def attended(self) -> int:
-        """Tensors that attention keeps from one step: q and the output and, under Ulysses, a second q, split by
-        heads."""
-        return (3 if self.planned.sizes.ulysses > 1 else 2) * self.attention
-
-    @property
-    def own(self) -> int:
-        """One step's own keys and values."""
-        return 2 * self.share.queries * self.planned.key_width * self.planned.itemsize
-
-    @property
-    def home(self) -> int:
-        """K_0, V_0 of this rank's keys."""
-        return 2 * self.share.keys * self.planned.key_width * self.planned.itemsize
-
-    @property
-    def key_gradient(self) -> int:
-        """The summed gradient of the K_0, V_0 that this rank sees and, for `p2p`, the parts of it that are in
-        flight."""
-        ring = self.planned.sizes.ring
-        shares = 1 if ring == 1 else ring if self.planned.ring_mode == "gather" else 4
-        return 2 * self.share.keys * self.planned.shared_width * shares * self.planned.exact
+    def __init__(self, planned: Planned, share: Share) -> None:
+        self.planned, self.share = planned, share
+        draft, sizes, size, exact = planned.draft, planned.sizes, planned.itemsize, planned.exact
+        # Short names for what many phases depend on:
+        self.size, self.exact, self.weights, self.recompute = size, exact, planned.weights, planned.memory.recompute
+        self.block_rows = chunk_tokens(draft, sizes.tensor, planned.dtype, planned.memory.block_bytes)
+        # One hidden state for every query.
+        self.hidden = share.queries * draft.hidden_size * size
+        # One step's q, or attention's output, which has the same size.
+        self.attention = share.queries * planned.query_width * size
+        # Tensors that attention keeps from one step: q and the output and, under Ulysses, a second q, split by heads.
+        self.attended = (3 if sizes.ulysses > 1 else 2) * self.attention
+        # What `full` recomputes of them and then holds.
+        self.rebuilt = self.attended if self.recompute == "full" else 0
+        # One step's own keys and values.
+        self.own = 2 * share.queries * planned.key_width * size
+        # K_0, V_0 of this rank's keys.
+        self.home = 2 * share.keys * planned.key_width * size
+        # The summed gradient of the K_0, V_0 that this rank sees and, for `p2p`, the parts of it that are in flight.
+        shares = 1 if sizes.ring == 1 else sizes.ring if planned.ring_mode == "gather" else 4
+        self.key_gradient = 2 * share.keys * planned.shared_width * shares * exact
+        # The three wide tensors of one step's MLP.
+        self.mlp = 3 * share.queries * draft.intermediate_size * size // sizes.tensor
+        # Bytes of a number in the gradient of a weight that all steps share.
+        self.summed = size if self.recompute == "none" else exact
+        # Different tokens that follow the rank's rows; and numbers in what they add to keys and values, and some of
+        # them to queries.
+        self.tokens = min(share.tokens, draft.vocab_size)
+        queried = min(self.tokens, share.queries)
+        self.embedded = queried * planned.query_width + 2 * self.tokens * planned.key_width
+        # A teacher row in the loss, and such rows in one block of it.
+        self.loss_row = loss_row_bytes(
+            planned.steps, planned.columns, draft.hidden_size, planned.dtype, planned.device != "cuda"
+        )
+        self.loss_rows = loss_rows(planned.memory.block_bytes, self.loss_row)
 
     def phases(self) -> list[Bytes]:
         """The phases of a step that may be the peak."""
         base, steps = self.persistent(), range(self.planned.steps)
-        if self.planned.memory.recompute == "none":
+        if self.recompute == "none":
             base += self.entry_activations()
             phases = (phase(step) for step in steps for phase in (self.plainly, self.attending))
             return [base + self.distilling(), *(base + phase for phase in phases)]
@@ -119,21 +116,21 @@ class _Rank:
         planned, share, draft, steps = self.planned, self.share, self.planned.draft, self.planned.steps
         ulysses, ring, streamed = planned.sizes.ulysses, planned.sizes.ring, planned.residence == "host"
         index = 3 * share.keys + (2 + 2 * steps + 2 * ulysses) * share.queries + ulysses * ring * share.keys
-        chunk = min(share.rows, chunk_tokens(draft, planned.sizes.tensor, planned.dtype, planned.memory.block_bytes))
-        aux, logits = 2 * chunk if streamed else share.rows, planned.logit_bytes is not None
+        aux = 2 * min(share.rows, self.block_rows) if streamed else share.rows
+        logits = planned.logit_bytes is not None
         last = 0 if streamed and not logits else share.teacher
         if streamed:  # two blocks of the loss; blocks of hidden states are negligible
-            last = min(last, 2 * self.loss_rows())
+            last = min(last, 2 * self.loss_rows)
         # `gather`: the keys of all ring ranks, and this rank's own a second time
         copies = 1 if ring == 1 else 1 + ring if planned.ring_mode == "gather" else 2
         return Counter(
             {
-                "weights": (planned.weights.trained + planned.weights.embedding) * planned.itemsize,
-                "projections": planned.weights.project * planned.itemsize,  # the weights of q, k and v as one
-                "teacher head": 0 if logits else planned.columns * draft.target_hidden_size * planned.itemsize,
-                "hidden states": aux * draft.aux_width * planned.itemsize + last * planned.teacher_bytes,
-                "indices": INDEX * index + share.teacher * (9 * steps + 2 * INDEX + planned.exact),
-                "keys": 2 * share.keys * planned.shared_width * copies * planned.itemsize,
+                "weights": (self.weights.trained + self.weights.embedding) * self.size,
+                "projections": self.weights.project * self.size,  # the weights of q, k and v as one
+                "teacher head": 0 if logits else planned.columns * draft.target_hidden_size * self.size,
+                "hidden states": aux * draft.aux_width * self.size + last * planned.teacher_bytes,
+                "indices": INDEX * index + share.teacher * (9 * steps + 2 * INDEX + self.exact),
+                "keys": 2 * share.keys * planned.shared_width * copies * self.size,
             }
         )
 
@@ -143,27 +140,19 @@ class _Rank:
         held = {name: size for name, size in self.persistent().items() if name not in ("keys", "projections")}
         return Counter(held | {"update": 4 * _optimised(self.planned) * (3 if self.planned.device == "cpu" else 1)})
 
-    def loss_rows(self) -> int:
-        """Teacher rows in one block of the loss."""
-        return loss_rows(self.planned.memory.block_bytes, self.loss_row_bytes())
-
-    def loss_row_bytes(self) -> int:
-        planned, hidden = self.planned, self.planned.draft.hidden_size
-        return loss_row_bytes(planned.steps, planned.columns, hidden, planned.dtype, planned.device != "cuda")
-
     def activations(self, steps: int) -> int:
         """Tensors that the first `steps` steps have saved for their backward pass: own keys and values, and everything
         that `recompute` does not recompute."""
-        planned, draft, tensor = self.planned, self.planned.draft, self.planned.sizes.tensor
+        draft, tensor = self.planned.draft, self.planned.sizes.tensor
         total = steps * self.hidden + (steps - 1) * self.own
-        if planned.memory.recompute != "full":
-            lse = self.share.queries * (draft.num_attention_heads // tensor) * planned.exact
+        if self.recompute != "full":
+            lse = self.share.queries * (draft.num_attention_heads // tensor) * self.exact
             total += steps * (self.attended + lse)
-        if planned.memory.recompute == "none":
-            wide = planned.itemsize * (3 * draft.intermediate_size // tensor + draft.hidden_size)
-            total += steps * self.share.queries * (wide + planned.exact * draft.head_dim + self.norm(2, 2, 2))
+        if self.recompute == "none":
+            wide = self.size * (3 * draft.intermediate_size // tensor + draft.hidden_size)
+            total += steps * self.share.queries * (wide + self.exact * draft.head_dim + self.norm(2, 2, 2))
             if draft.qk_norm:
-                heads = planned.query_width + planned.key_width
+                heads = self.planned.query_width + self.planned.key_width
                 total += steps * self.share.queries * self.norm(1, 1, 1, width=heads)
         return total
 
@@ -176,87 +165,63 @@ class _Rank:
         results: how many of the outputs are saved.
         width: of a state; default: the draft's hidden size.
         """
-        size, exact = self.planned.itemsize, self.planned.exact
-        widened = (states if size == exact else states + trainable) if self.planned.device == "cpu" else 0
-        return (width or self.planned.draft.hidden_size) * (results * size + exact * widened)
+        widened = (states if self.size == self.exact else states + trainable) if self.planned.device == "cpu" else 0
+        return (width or self.planned.draft.hidden_size) * (results * self.size + self.exact * widened)
 
     def distilling(self) -> Bytes:
         """Memory at the end of the forward pass: all steps' outputs, their gradients, and one block of the loss."""
-        planned, width, steps, size = (
-            self.planned,
-            self.planned.draft.hidden_size,
-            self.planned.steps,
-            self.planned.itemsize,
-        )
+        planned, steps = self.planned, self.planned.steps
         # the head's gradient of one block, before it is added, which CUDA does in place
-        product = size if size < planned.exact and planned.device != "cuda" else 0
+        product = self.size if self.size < self.exact and planned.device != "cuda" else 0
         return Counter(
             {
                 "queries": self.activations(steps) + (1 + steps) * self.hidden,
-                "gradients": planned.columns * width * (planned.exact + product),
-                "loss block": min(self.loss_rows(), self.share.teacher) * self.loss_row_bytes(),
+                "gradients": planned.columns * planned.draft.hidden_size * (self.exact + product),
+                "loss block": min(self.loss_rows, self.share.teacher) * self.loss_row,
                 "indices": INDEX * steps * self.share.teacher,
             }
         )
 
-    def backward(self, step: int) -> Bytes:
+    def backward(self, step: int, weights: int = 0) -> Bytes:
         """Memory during the backward pass of `step`: everything that this step and earlier ones saved, and the
         gradients of their outputs, of own keys (twice, because those of later steps are added to this step's), of
-        weights and of embedded tokens that all steps share."""
-        weights, later = self.planned.weights, step < self.planned.steps - 1
-        gradients = weights.head * self.planned.itemsize
-        gradients += (weights.project + weights.finish) * self.summed if later else 0
+        weights and of embedded tokens that all steps share. weights: those whose gradients the last step, the first in
+        this pass, has begun."""
+        later = step < self.planned.steps - 1
+        begun = self.weights.project + self.weights.finish if later else weights
         activations = self.activations(step + 1) + (step + 1) * self.hidden + (step * self.own if later else 0)
-        tokens = self.embedded * self.planned.exact if later and self.planned.memory.recompute == "none" else 0
-        return Counter({"queries": activations, "gradients": gradients, "tokens": tokens})
-
-    @property
-    def summed(self) -> int:
-        """Bytes of a number in the gradient of a weight that all steps share."""
-        return self.planned.itemsize if self.planned.memory.recompute == "none" else self.planned.exact
-
-    def begun(self, step: int, weights: int) -> int:
-        """What the gradients of these weights add to `backward`: the last step's work, the first in this pass, makes
-        them."""
-        return weights * self.summed if step == self.planned.steps - 1 else 0
+        return Counter(
+            {
+                "queries": activations,
+                "gradients": self.weights.head * self.size + begun * self.summed,
+                "tokens": self.embedded * self.exact if later and self.recompute == "none" else 0,
+            }
+        )
 
     def parts(self, rows: int, wide: bool = True) -> int:
         """Memory of one chunk of position-wise work. wide: whether the work includes the MLP."""
-        planned, tensor = self.planned, self.planned.sizes.tensor
-        each = chunk_token_bytes(planned.draft, tensor, planned.dtype)
+        planned = self.planned
+        each = chunk_token_bytes(planned.draft, planned.sizes.tensor, planned.dtype)
         if not wide:
-            each = 10 * planned.draft.hidden_size * planned.itemsize + self.norm(2, 1, 2)
-        chunk = chunk_tokens(planned.draft, tensor, planned.dtype, planned.memory.block_bytes)
-        return min(rows, chunk) * each
-
-    def rebuilt(self) -> int:
-        """Tensors that `full` recomputes and then holds."""
-        return self.attended if self.planned.memory.recompute == "full" else 0
+            each = 10 * planned.draft.hidden_size * self.size + self.norm(2, 1, 2)
+        return min(rows, self.block_rows) * each
 
     def freed(self, attended: bool) -> int:
         """Memory that autograd has released if it holds a step as several nodes: the gradient of the step's output, the
         MLP's activations if they were saved, and, once `attended`, everything that attention kept. (A step that is
         recomputed whole is a single node.)"""
-        if self.planned.memory.recompute == "full":
+        if self.recompute == "full":
             return 0
-        planned, mlp = self.planned, 0
-        if planned.memory.recompute == "none":
-            mlp = 3 * self.share.queries * planned.draft.intermediate_size * planned.itemsize // planned.sizes.tensor
-        return mlp + self.hidden + (self.attended if attended else 0)
+        return self.hidden + (self.mlp if self.recompute == "none" else 0) + (self.attended if attended else 0)
 
     def finishing(self, step: int) -> Bytes:
-        return self.backward(step) + Counter(
-            {
-                "queries": self.hidden + self.attention + self.rebuilt(),
-                "gradients": self.begun(step, self.planned.weights.finish),
-                "chunks": self.parts(self.share.queries),
-            }
-        )
+        states = self.hidden + self.attention + self.rebuilt
+        chunks = self.parts(self.share.queries)
+        return self.backward(step, self.weights.finish) + Counter({"queries": states, "chunks": chunks})
 
     def attending(self, step: int) -> Bytes:
         """Memory during attention, when the gradient of the queries is complete."""
-        planned, draft, size, exact = self.planned, self.planned.draft, self.planned.itemsize, self.planned.exact
-        sizes = planned.sizes
+        planned, draft, sizes, size, exact = self.planned, self.planned.draft, self.planned.sizes, self.size, self.exact
         # Gradients of the output, and of q through own keys.
         upstream = 2 if step else 1
         # q's gradient through the prefix and, in step 0, its rounded copy.
@@ -276,66 +241,42 @@ class _Rank:
             heads = min(max(1, widths[0] // split), heads_at_once(queries, keys, group, draft.head_dim))
             working, split = heads * ((2 * keys + group * queries) * size + 4 * group * (queries + keys)), 1
         states = self.hidden + upstream * self.attention + gradients + step * self.own
-        return self.backward(step) + Counter(
+        return self.backward(step, self.weights.finish) + Counter(
             {
-                "queries": states + self.rebuilt() - self.freed(attended=False),
+                "queries": states + self.rebuilt - self.freed(attended=False),
                 "keys": self.key_gradient,
-                "gradients": self.begun(step, planned.weights.finish),
                 "attention block": working * draft.head_dim // split,
             }
         )
 
     def projecting(self, step: int) -> Bytes:
         states = 2 * self.hidden + self.attention + step * self.own - self.freed(attended=True)
-        weights = self.planned.weights
-        return self.backward(step) + Counter(
-            {
-                "queries": states,
-                "keys": self.key_gradient,
-                "gradients": self.begun(step, weights.project + weights.finish),
-                "chunks": self.parts(self.share.queries, wide=False),
-            }
+        chunks = self.parts(self.share.queries, wide=False)
+        return self.backward(step, self.weights.project + self.weights.finish) + Counter(
+            {"queries": states, "keys": self.key_gradient, "chunks": chunks}
         )
 
     def homing(self) -> Bytes:
         """Memory after the last step, when the gradients of K_0, V_0 return to their ranks in the keys' dtype, and all
         other gradients are complete."""
-        return self.entered() + Counter({"keys": self.home + self.key_gradient})
+        gradients = self.weights.head * self.size + (self.weights.project + self.weights.finish) * self.summed
+        return Counter({"queries": self.hidden, "gradients": gradients, "keys": self.home + self.key_gradient})
 
     def entering(self) -> Bytes:
         """Memory at the very end: chunks of the work that produced K_0, V_0 and the queries' first states."""
-        fc, chunks = self.planned.weights.entry, self.parts(self.share.rows, wide=False)
-        return self.entered() + Counter(
-            {"keys": 2 * self.home, "chunks": chunks, "gradients": fc * (self.planned.itemsize + self.planned.exact)}
+        chunks, gradients = self.parts(self.share.rows, wide=False), self.weights.entry * (self.size + self.exact)
+        return self.homing() + Counter(
+            {"keys": self.home - self.key_gradient, "chunks": chunks, "gradients": gradients}
         )
-
-    def entered(self) -> Bytes:
-        weights = self.planned.weights
-        gradients = weights.head * self.planned.itemsize + (weights.project + weights.finish) * self.summed
-        return Counter({"queries": self.hidden, "gradients": gradients})
-
-    @property
-    def tokens(self) -> int:
-        """Different tokens that follow the rank's rows."""
-        return min(self.share.tokens, self.planned.draft.vocab_size)
-
-    @property
-    def embedded(self) -> int:
-        """Numbers in what those tokens add to keys and values, and some of them to queries."""
-        queried = min(self.tokens, self.share.queries)
-        return queried * self.planned.query_width + 2 * self.tokens * self.planned.key_width
 
     def entry_activations(self) -> Bytes:
         """What is saved without recomputation: the keys' fused states and the input of their projections; tokens'
         embeddings, normed as well, and their projections."""
-        states = 2 * self.planned.draft.hidden_size * self.planned.itemsize
-        tokens = self.tokens * (states + self.norm(1, 0, 0)) + self.embedded * self.planned.exact
+        states = 2 * self.planned.draft.hidden_size * self.size
+        tokens = self.tokens * (states + self.norm(1, 0, 0)) + self.embedded * self.exact
         return Counter({"queries": self.share.keys * (states + self.norm(1, 1, 0)), "tokens": tokens})
 
     def plainly(self, step: int) -> Bytes:
         """Memory in a step's backward pass without recomputation: on top of everything saved, gradients of three times
         the MLP's width."""
-        planned = self.planned
-        mlp = 3 * self.share.queries * planned.itemsize * planned.draft.intermediate_size // planned.sizes.tensor
-        gradients = self.begun(step, planned.weights.finish)
-        return self.backward(step) + Counter({"queries": mlp, "keys": self.key_gradient, "gradients": gradients})
+        return self.backward(step, self.weights.finish) + Counter({"queries": self.mlp, "keys": self.key_gradient})
