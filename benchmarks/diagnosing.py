@@ -177,9 +177,9 @@ def diagnosed(
     names = [fault.name for fault in diagnosis.faults]
     equals = [name for fault in diagnosis.faults for name in fault.rivals]
     return {
-        "accepted": diagnosis.accepted,
+        "accepted": diagnosis.accepted_drafts,
         "named": names,
-        "restored": diagnosis.faults[-1].accepted if names else diagnosis.accepted,
+        "restored": diagnosis.faults[-1].accepted if names else diagnosis.accepted_drafts,
         "notes": diagnosis.notes,
         "cures": cures,
         "equals": equals,

@@ -182,9 +182,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
     from eagle3.draft.interchange import read_exported
     from eagle3.evaluation.acceptance import Decoding
-    from eagle3.evaluation.by_context import ContextAcceptance
     from eagle3.evaluation.drafter import draft_of
     from eagle3.evaluation.prompts import longest_prompt, sample_contexts
+    from eagle3.evaluation.results import SpeculativeResult
     from eagle3.evaluation.speculative import chain_drafter, decode_conversations
     from eagle3.jobs.evaluate import target_of
     from eagle3.jobs.job import find_target, gather_inputs
@@ -203,12 +203,11 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     longest = longest_prompt(known.config.max_position_embeddings, new_tokens, max(DRAFT_TOKENS))
     buckets = sample_contexts(inputs.held_out, CONTEXTS, options.per_context, longest)
     cells = [(bucket, drafts) for bucket in buckets for drafts in DRAFT_TOKENS]
-    found: dict[tuple[int, int], list[ContextAcceptance]] = {}
+    found: dict[tuple[int, int], list[SpeculativeResult]] = {}
     for number in range(options.rounds):
         for bucket, drafts in random.Random(number).sample(cells, len(cells)):
             decoded = decode_conversations(target, drafter, bucket.prompts, Decoding(drafts, new_tokens))
-            judged = ContextAcceptance.over(bucket.context, decoded, seed=0)
-            found.setdefault((bucket.context, drafts), []).append(judged)
+            found.setdefault((bucket.context, drafts), []).append(SpeculativeResult.over(decoded))
         print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     return {"rows": list(predictions(found, draft.draft_config.window)), "mark": MARK_MEASURED}
 

@@ -24,7 +24,7 @@ def sealed(record: dict[str, Any], key: str) -> dict[str, Any]:
 def unsealed(record: dict[str, Any], key: str) -> dict[str, Any]:
     """A record as it was before it was sealed. Raises one of DAMAGE if it is not that one."""
     whole = {name: value for name, value in record.items() if name != DIGEST}
-    if record[DIGEST] != _digest(whole):
+    if record.get(DIGEST) != _digest(whole):
         raise ValueError("its digest does not fit")
     if whole.pop(KEY, None) != key:
         raise ValueError(f"it is that of {record.get(KEY)}")

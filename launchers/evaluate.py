@@ -64,12 +64,11 @@ def main() -> int:
     decoding = decoding_of(recipe, Sampling(options.temperature, seed), options.window)
     if options.by_context:
         asked = ByContext(options.contexts, options.per_context, options.windows, options.best, options.gpu)
-        by_context = judge_contexts(inputs, draft, asked, topology, console, files, decoding, tree)
-        kind, lossless, result, lines = "by_context", by_context.lossless, by_context.as_dict(), by_context.lines()
+        result = judge_contexts(inputs, draft, asked, topology, console, files, decoding, tree)
+        kind, lines = "by_context", result.lines()
     else:
-        judgement = judge(inputs, None, draft, topology, console, files, decoding, tree)
-        kind, lossless, result = "evaluation", judgement.trained.lossless, judgement.as_dict()
-        lines = judgement.table()
+        result = judge(inputs, None, draft, topology, console, files, decoding, tree)
+        kind, lines = "evaluation", result.table()
     for line in lines if topology.is_first else ():
         tell(line)
     unchanged = False
@@ -81,7 +80,7 @@ def main() -> int:
         )
     write_result(out, judgement_record(kind, result, inputs.known, draft, texts_of(inputs, files)), console)
     stop_distributed()
-    return 1 if lossless is False else 0
+    return 1 if result.lossless is False else 0
 
 
 def parse() -> argparse.Namespace:

@@ -267,7 +267,7 @@ def _quarters(ground: Ground) -> Verdict:
 
     def difference() -> str | None:
         evidence = json.loads((folder / "diagnosis.json").read_text(encoding="utf-8"))["evidence"]
-        counts = {name: sum(places for _, places, _ in evidence[name]) for name in ("by_token", "by_entropy")}
+        counts = {name: sum(share["places"] for share in evidence[name]) for name in ("by_token", "by_entropy")}
         return None if len({*counts.values()}) == 1 else f"places by group: {counts}"
 
     return judge(ended, difference)

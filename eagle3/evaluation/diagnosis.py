@@ -6,20 +6,22 @@ best such change is made, and all others are tried again on top of it, so that s
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import field, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from pydantic import computed_field
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from eagle3.console import Say, counted
 from eagle3.draft.rope import RotaryEmbedding, Rotation
 from eagle3.errors import UserError
-from eagle3.evaluation.by_context import gain_interval
 from eagle3.evaluation.drafter import draft_of
 from eagle3.evaluation.evidence import Evidence, Vocabulary, evidence_of
+from eagle3.evaluation.intervals import gain_interval
 from eagle3.evaluation.known_faults import HEAD, Reading, Surroundings, changes
 from eagle3.evaluation.teacher_forced import HEAD_SCALES, ForcedDrafts, forced_drafts
 from eagle3.targets.checkpoint import without_warnings
@@ -47,7 +49,8 @@ class Measured(NamedTuple):
         return float(counts / max(places, 1))
 
 
-class Finding(NamedTuple):
+@dataclass(frozen=True)
+class Finding:
     """What a change did to the mean number of accepted drafts."""
 
     name: str
@@ -58,10 +61,12 @@ class Finding(NamedTuple):
     least_gain: float  # a smaller gain is no explanation, however certain
     rivals: tuple[str, ...] = ()  # other changes that explain as much, for one that was made
 
+    @computed_field
     @property
     def gain(self) -> float:
         return self.accepted - self.before
 
+    @computed_field
     @property
     def explains(self) -> bool:
         return self.gain >= self.least_gain and self.interval is not None and self.interval[0] > 0
@@ -75,14 +80,11 @@ class Finding(NamedTuple):
             f"{low:.2f} to {high:.2f}); {self.remedy}{rivals}"
         )
 
-    def as_dict(self) -> dict[str, Any]:
-        return self._asdict() | {"gain": self.gain, "explains": self.explains}
-
 
 @dataclass(frozen=True)
 class Diagnosis:
     draft_tokens: int
-    accepted: float  # per place, as the draft is
+    accepted_drafts: float  # per place, as the draft is
     faults: list[Finding]  # in the order in which they were found, each on top of those before
     tried: list[Finding]  # the changes to the draft as it is, the largest gain first
     evidence: Evidence  # of the draft as it is
@@ -95,20 +97,10 @@ class Diagnosis:
             best = self.tried[0]
             verdict = "the draft is sound" if self.evidence.sound else "no known fault explains it"
             found = [
-                f"{verdict}: {self.accepted:.2f} of {self.draft_tokens} drafts accepted, and none of "
+                f"{verdict}: {self.accepted_drafts:.2f} of {self.draft_tokens} drafts accepted, and none of "
                 f"{len(self.tried)} changes raises that clearly (the best, {best.name}: {best.gain:+.2f})"
             ]
         return [*found, *self.notes, *(["as the draft is:"] if self.faults else []), *self.evidence.lines()]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "draft_tokens": self.draft_tokens,
-            "accepted_drafts": self.accepted,
-            "faults": [fault.as_dict() for fault in self.faults],
-            "tried": [finding.as_dict() for finding in self.tried],
-            "notes": self.notes,
-            "evidence": self.evidence._asdict(),
-        }
 
 
 def diagnose(
@@ -170,7 +162,7 @@ def _chosen(trials: Sequence[Trial]) -> Trial | None:
     if not best:
         return None
     rivals = tuple(trial.finding.name for trial in best[1:])
-    return best[0]._replace(finding=best[0].finding._replace(rivals=rivals))
+    return best[0]._replace(finding=replace(best[0].finding, rivals=rivals))
 
 
 def _notes(measured: Measured) -> list[str]:

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -22,23 +21,6 @@ from eagle3.evaluation.acceptance import AcceptanceRule, Drawn
 from eagle3.targets.logits import TargetHead
 
 REMEDY = "name the target it was trained for"
-
-
-class Window(NamedTuple):
-    """Number of keys that a draft's queries see, when judged and in training; None for all."""
-
-    window: int | None  # when judged
-    trained_window: int | None
-
-    def lines(self) -> list[str]:
-        """The windows in words; no line if both are full attention."""
-        judged, trained = ("full attention" if keys is None else f"a window of {keys:,} keys" for keys in self)
-        if self == FULL:
-            return []
-        return [f"judged with {judged}" + (", as trained" if judged == trained else f"; trained with {trained}")]
-
-
-FULL = Window(None, None)
 
 
 def load_draft(

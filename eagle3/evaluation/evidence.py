@@ -2,9 +2,9 @@
 vocabulary, and how sure the target is."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from eagle3.draft.interchange import ExportedDraft
@@ -15,7 +15,8 @@ Vocabulary = Callable[[int], str]  # the text of a token
 SOUND, SOUND_LATER = 0.5, 0.4  # shares from which on a draft without a known fault is called sound
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """First drafts in one group of places."""
 
     group: str
@@ -23,7 +24,8 @@ class Share(NamedTuple):
     accepted: float  # share of the places
 
 
-class Evidence(NamedTuple):
+@dataclass(frozen=True)
+class Evidence:
     by_position: list[float]  # share of the chains that reach draft i + 1 and have it accepted
     coverage: float  # share of the target's tokens that the draft vocabulary has: no draft accepts more
     by_context: list[Share]

@@ -4,13 +4,12 @@ Each conversation is decoded twice: one token at a time, and from drafts that th
 over many conversations.
 """
 
-import itertools
 import os.path
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,24 +20,12 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Greedy, Verification
 from eagle3.evaluation.drafter import ChainDrafter, NewDrafter
+from eagle3.evaluation.results import CountedConversation, Verdict
 from eagle3.planning.costs import Timing
 from eagle3.targets.facts import require_no_state
 from eagle3.targets.transformers import TransformersTarget
 
 CANDIDATES = 8  # how many of the best logits plain decoding keeps per position, to tell a tie from a mismatch
-
-Verdict = Literal["identical", "tie", "mismatch"]
-
-
-class Speed(NamedTuple):
-    """Output tokens per second of decoding, prefill included, with the draft and without."""
-
-    speculative: float
-    plain: float
-
-    @property
-    def gain(self) -> float:
-        return self.speculative / self.plain
 
 
 class SpeculativeOutput(NamedTuple):
@@ -201,119 +188,11 @@ def _aux(captured: dict[int, Tensor], target: TransformersTarget) -> Tensor:
 # Many conversations --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class CountedConversation:
-    """What is counted of a conversation that an engine decoded speculatively and plainly."""
-
-    new_tokens: int  # tokens in the output
-    verifications: int
-    yielded: int  # tokens that the verifications added, before the output was cut to length
-    accepted: list[int]  # accepted[i]: verifications that accepted all of the drafts 0..i, for each draft position
-    verdict: Verdict | None  # how the two outputs compare (see `compare`); None if both are sampled
-    plain_tokens: int  # new tokens of plain decoding
-    # Seconds of decoding, prefill included:
-    seconds_speculative: float
-    seconds_plain: float
-    timing: Timing | None = None  # None if the engine does not say, or nothing was verified
-
-
 @dataclass(frozen=True, kw_only=True)
 class DecodedConversation(CountedConversation):
     """One that transformers decoded, with what it put out."""
 
     output: SpeculativeOutput
-
-
-@dataclass(frozen=True)
-class SpeculativeResult:
-    """Counts over all conversations."""
-
-    conversations: int
-    draft_tokens: int  # drafts per verification
-    new_tokens: int  # tokens in the outputs
-    verifications: int
-    yielded: int  # tokens that the verifications added, before the outputs were cut to length
-    accepted: list[int]  # accepted[i]: verifications that accepted all of the drafts 0..i
-    # Conversations by how their output compares with plain decoding (see `compare`):
-    identical: int
-    ties: int
-    mismatches: int
-    # Seconds of decoding, prefill included:
-    seconds_speculative: float = field(compare=False)
-    seconds_plain: float = field(compare=False)
-    compared: bool  # False if sampled: two samples of a distribution cannot be compared token by token
-    plain_tokens: int  # new tokens of plain decoding
-    # Each conversation's share of `yielded`, and of `verifications`, to compare drafts prompt by prompt.
-    of_each: list[tuple[int, int]]
-
-    @classmethod
-    def over(cls, decoded: Sequence[CountedConversation]) -> "SpeculativeResult":
-        """Sum up the conversations. Raises UserError if every conversation ends with its first token, because then
-        nothing was verified."""
-        verifications = sum(each.verifications for each in decoded)
-        if not verifications:
-            raise UserError(
-                f"evaluation: the target ends all {len(decoded)} conversations with their first token, so nothing can "
-                "be measured; use other conversations, or set evaluation.conversations=0"
-            )
-        verdicts = [each.verdict for each in decoded]
-        accepted = [sum(column) for column in zip(*(each.accepted for each in decoded), strict=True)]
-        return cls(
-            conversations=len(decoded),
-            draft_tokens=len(accepted),
-            new_tokens=sum(each.new_tokens for each in decoded),
-            verifications=verifications,
-            yielded=sum(each.yielded for each in decoded),
-            accepted=accepted,
-            identical=verdicts.count("identical"),
-            ties=verdicts.count("tie"),
-            mismatches=verdicts.count("mismatch"),
-            seconds_speculative=sum(each.seconds_speculative for each in decoded),
-            seconds_plain=sum(each.seconds_plain for each in decoded),
-            compared=None not in verdicts,
-            plain_tokens=sum(each.plain_tokens for each in decoded),
-            of_each=[(each.yielded, each.verifications) for each in decoded],
-        )
-
-    @property
-    def acceptance_length(self) -> float:
-        """Tokens produced per verification: accepted drafts plus the target's own next token (1 = none accepted)."""
-        return self.yielded / self.verifications
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """The mean of the conversations' own acceptance lengths, as papers average. Engines count every verification
-        once, as `acceptance_length` does, so that a long answer weighs more."""
-        lengths = [yielded / verifications for yielded, verifications in self.of_each if verifications]
-        return sum(lengths) / len(lengths)
-
-    @property
-    def position_acceptance(self) -> list[float]:
-        """Share of verifications that accepted all of the drafts 0..i, for each i."""
-        return [count / self.verifications for count in self.accepted]
-
-    @property
-    def conditional_acceptance(self) -> list[float]:
-        """Share of verifications accepting drafts 0..i-1 that also accepted draft i, for each i; 0 if none did."""
-        return [now / max(1, before) for before, now in itertools.pairwise([self.verifications, *self.accepted])]
-
-    @property
-    def lossless(self) -> bool | None:
-        """Whether every output equals plain decoding, ties aside; None if they were not compared."""
-        return self.mismatches == 0 if self.compared else None
-
-    @property
-    def speed(self) -> Speed:
-        return Speed(self.new_tokens / self.seconds_speculative, self.plain_tokens / self.seconds_plain)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {
-            "acceptance_length": self.acceptance_length,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "position_acceptance": self.position_acceptance,
-            "conditional_acceptance": self.conditional_acceptance,
-            "lossless": self.lossless,
-        }
 
 
 def timing_of(prompt: int, draft_tokens: int, output: SpeculativeOutput, plain: PlainOutput) -> Timing | None:

@@ -15,17 +15,11 @@ from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.draft.rope_parameters import rope_parameters
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import Decoding
-from eagle3.evaluation.by_context import ContextJudgement, DecodedContext
 from eagle3.evaluation.diagnosis import Diagnosis, diagnose, measuring
-from eagle3.evaluation.drafter import Window, check_belongs, draft_of
+from eagle3.evaluation.drafter import check_belongs, draft_of
 from eagle3.evaluation.known_faults import OtherTexts, Reading, Surroundings, layers_to_keep
-from eagle3.evaluation.speculative import (
-    DecodedConversation,
-    SpeculativeResult,
-    chain_drafter,
-    decode_conversations,
-    plain_decoding,
-)
+from eagle3.evaluation.results import Conditions, ContextJudgement, DecodedContext, SpeculativeResult, as_json
+from eagle3.evaluation.speculative import DecodedConversation, chain_drafter, decode_conversations, plain_decoding
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
 from eagle3.jobs.evaluate import decoding_of, prompts_of, target_of, with_pay_offs
 from eagle3.jobs.job import KnownTarget
@@ -48,15 +42,20 @@ class DiagnosedDraft(NamedTuple):
     by_context: ContextJudgement
 
     def lines(self) -> list[str]:
-        decoded, mean = self.decoded, self.decoded.mean_acceptance_length
-        averages = f"{decoded.acceptance_length:.2f} tokens a verification" + (
-            "" if mean is None else f", {mean:.2f} as the mean over conversations"
+        decoded = self.decoded
+        averages = (
+            f"{decoded.acceptance_length:.2f} tokens a verification, {decoded.mean_acceptance_length:.2f} as the mean "
+            "over conversations"
         )
         compared = "" if decoded.lossless else f"; {decoded.mismatches} texts DIFFER from plain decoding"
         return [f"by decoding: {averages}{compared}", *self.diagnosis.lines(), *self.by_context.lines()]
 
     def as_dict(self) -> dict[str, Any]:
-        return {"decoded": self.decoded.as_dict(), **self.diagnosis.as_dict(), "by_context": self.by_context.as_dict()}
+        return {
+            "decoded": as_json(self.decoded),
+            **as_json(self.diagnosis),
+            "by_context": as_json(self.by_context),
+        }
 
 
 class Prompts(NamedTuple):
@@ -161,12 +160,9 @@ def _by_context(
     decoding = decoding_of(known.recipe)
     judgement = ContextJudgement.over(
         [DecodedContext(context, group) for context, group in groups.items() if group],
-        "transformers",
-        decoding,
+        Conditions.of("transformers", decoding, draft.window),
+        decoding.new_tokens,
         console,
-        topk=1,
-        tree_tokens=decoding.draft_tokens + 1,
-        window=Window(draft.window, draft.window),
     )
     return with_pay_offs(judgement, known, draft, gpu, console)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +14,8 @@ from eagle3.draft.config import DraftConfig, draft_digest
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
-from eagle3.evaluation.by_context import BestRate, ContextJudgement, DecodedContext
-from eagle3.evaluation.by_set import over_sets
-from eagle3.evaluation.drafter import Window, check_belongs
-from eagle3.evaluation.judge import Judgement, judge_by_context, judge_export
+from eagle3.evaluation.drafter import check_belongs
+from eagle3.evaluation.judge import judge_by_context, judge_export
 from eagle3.evaluation.prompts import (
     ContextPrompts,
     choose_prompts,
@@ -27,14 +24,22 @@ from eagle3.evaluation.prompts import (
     read_prompts,
     sample_contexts,
 )
+from eagle3.evaluation.results import (
+    BestRate,
+    Conditions,
+    ContextJudgement,
+    DecodedContext,
+    Judgement,
+    as_json,
+    over_sets,
+)
 from eagle3.evaluation.sglang_judge import DraftTree, Logits, ServedResult, judge_by_sglang
-from eagle3.evaluation.speculative import SpeculativeResult
 from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.supply import engine_options
 from eagle3.parallel.topology import Topology
 from eagle3.planning.costs import MeasuredCosts
 from eagle3.planning.gpus import DEFAULT_GPU, gpu_named
-from eagle3.planning.payoff import ESTIMATED, PayOff, best_cells, surface
+from eagle3.planning.payoff import ESTIMATED, PayOff, surface
 from eagle3.planning.sheet import ServedTarget, SheetCosts
 from eagle3.recipe.schema import Recipe
 from eagle3.sealed import sealed
@@ -155,7 +160,7 @@ def judge_contexts(
         windowed = replace(decoding, window=window)
         judgement = with_pay_offs(judge_with(windowed, buckets), inputs.known, draft.config, gpu, console)
         if best:
-            judgement = replace(judgement, best=best_rates(judgement, buckets, judge_with))
+            judgement = replace(judgement, best=best_rates(judgement, windowed, buckets, judge_with))
         judgements.append(judgement)
     first, *others = judgements
     return replace(first, other_windows=others)
@@ -163,20 +168,20 @@ def judge_contexts(
 
 def best_rates(
     judgement: ContextJudgement,
+    decoding: Decoding,
     buckets: Sequence[ContextPrompts],
     judge_with: Callable[[Decoding, Sequence[ContextPrompts]], ContextJudgement],
 ) -> list[BestRate]:
-    """Decode each context's prompts with the number of draft tokens that the measured costs promise most of."""
-    choices = {
-        cell.context: cell.drafts if cell.speed_up > 1 else 0 for cell in best_cells(judgement.pay_offs[0].cells)
-    }
+    """Decode each context's prompts with the number of draft tokens that the measured costs promise most of. decoding:
+    of the judgement"""
+    choices = {cell.context: cell.drafts if cell.speed_up > 1 else 0 for cell in judgement.pay_off[0].best}
     judged = {each.context: each for each in judgement.contexts}
     plain = {context: 1 / each.timing.plain for context, each in judged.items()}
-    unchanged = {0: plain, judgement.decoding.draft_tokens: {context: each.rate for context, each in judged.items()}}
+    unchanged = {0: plain, decoding.draft_tokens: {context: each.rate for context, each in judged.items()}}
     rates = {context: unchanged[drafts][context] for context, drafts in choices.items() if drafts in unchanged}
     for drafts in {*choices.values()} - unchanged.keys():
         chosen = [bucket for bucket in buckets if choices.get(bucket.context) == drafts]
-        again = judge_with(replace(judgement.decoding, draft_tokens=drafts), chosen)
+        again = judge_with(replace(decoding, draft_tokens=drafts), chosen)
         rates |= {each.context: each.rate for each in again.contexts}
     return [
         BestRate(context, choices[context], rates[context], judged[context].rate, plain[context])
@@ -194,11 +199,10 @@ def _serve_contexts(
 ) -> ContextJudgement:
     prompts = [prompt for bucket in buckets for prompt in bucket.prompts]
     console(f"decoding {counted(len(prompts), 'prompt')} of {counted(len(buckets), 'context')} by SGLang")
-    served, window = _serve(known, exported, tree, decoding, prompts, console)
+    served, conditions = _serve(known, exported, tree, decoding, prompts, console)
     conversations = iter(served.conversations)
     decoded = [DecodedContext(context, [*islice(conversations, len(its))]) for context, its in buckets]
-    shape = {"topk": tree.topk, "tree_tokens": tree.tokens}
-    return ContextJudgement.over(decoded, "sglang", decoding, console, **shape, window=window)
+    return ContextJudgement.over(decoded, conditions, decoding.new_tokens, console)
 
 
 def with_pay_offs(
@@ -209,17 +213,19 @@ def with_pay_offs(
     accept does not follow."""
     if judgement.topk > 1:
         return judgement
-    pay_offs, window = [], judgement.window.window
+    pay_offs, window = [], judgement.window
+    other = judgement.other_window and f", {judgement.other_window}"
     timings = [each.timing for each in judgement.contexts if each.timing]
     if timings:
         clock = "seconds" if torch.cuda.is_available() else "processor seconds"
         measured = surface(MeasuredCosts(timings, window), judgement.shares, (1,))
-        pay_offs.append(PayOff(f"measured here in {clock}", measured))
+        pay_offs.append(PayOff(f"measured here in {clock}{other}", measured))
     try:
-        pay_offs.append(estimated_pay_off(judgement.shares, known, replace(draft, window=window), gpu))
+        estimate = estimated_pay_off(judgement.shares, known, replace(draft, window=window), gpu)
+        pay_offs.append(replace(estimate, source=estimate.source + other))
     except UserError as error:  # what was judged must not be lost
         console.warn(f"no speed-up is estimated for {gpu}: {error}")
-    return replace(judgement, pay_offs=pay_offs, refusal=why_not_served(draft))
+    return replace(judgement, pay_off=pay_offs, refusal=why_not_served(draft))
 
 
 def estimated_pay_off(
@@ -239,10 +245,11 @@ def estimated_pay_off(
 
 
 def judgement_record(
-    kind: str, result: dict[str, Any], known: KnownTarget, exported: Path, texts: str, draft: str | None = None
+    kind: str, result: Any, known: KnownTarget, exported: Path, texts: str, draft: str | None = None
 ) -> dict[str, Any]:
     """The sealed content of a result file, which says what was judged, so that nobody takes it for another draft's. The
-    target's path is reduced to its last part. kind: evaluation, by_context or diagnosis. draft: the hub id, if it has
+    target's path is reduced to its last part. kind: evaluation, by_context or diagnosis. result: as for
+    as_json. draft: the hub id, if it has
     one."""
     target = known.recipe.model.target
     name = Path(target).name if Path(target).expanduser().is_dir() else target
@@ -253,7 +260,7 @@ def judgement_record(
         "target_digest": known.fingerprint,
         "texts": texts,
     }
-    return sealed(result | judged, kind)
+    return sealed(as_json(result) | judged, kind)
 
 
 def texts_of(inputs: Inputs, files: Mapping[str, Path]) -> str:
@@ -272,18 +279,13 @@ def _judge_served(
     console: Console,
 ) -> Judgement:
     """`judge`, by SGLang. sets: number of prompts of each prompt set, in order."""
-    served, window = _serve(known, exported, tree, decoding, prompts, console)
-    return Judgement(
-        SpeculativeResult.over(served.conversations),
-        None,
-        "sglang",
-        version("sglang"),
-        tree.topk,
-        tree.tokens,
-        decoding.sampling,
-        window=window,
+    served, conditions = _serve(known, exported, tree, decoding, prompts, console)
+    return Judgement.over(
+        served.conversations,
+        conditions.seed,
+        **vars(conditions),
         same_load=served.same_load,
-        sets=over_sets(sets, served.conversations, console),
+        sets=over_sets(sets, served.conversations, conditions.seed, console),
     )
 
 
@@ -294,14 +296,15 @@ def _serve(
     decoding: Decoding,
     prompts: Sequence[Tensor],
     console: Console,
-) -> tuple[ServedResult, Window]:
-    """Let SGLang decode the prompts (int64 [P]). Returns also the draft's windows. Raises UserError if SGLang does not
-    serve such a draft or target, or a server does not start or answer."""
+) -> tuple[ServedResult, Conditions]:
+    """Let SGLang decode the prompts (int64 [P]). Returns also under which conditions that was. Raises UserError if
+    SGLang does not serve such a draft or target, or a server does not start or answer."""
     config, draft = known.config, read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
     require_known(draft, exported)
     require_captured(draft.aux_layers or known.aux_layers, config.num_hidden_layers, config.model_type)
-    window, options = Window(decoding.window or draft.window, draft.window), engine_options(known)
+    conditions = Conditions.of("sglang", decoding, draft.window, tree.topk, tree.tokens)
+    options = engine_options(known)
     if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all memory
         most = max(map(len, prompts)) + decoding.new_tokens + tree.room
         options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
@@ -312,10 +315,10 @@ def _serve(
         tree=tree,
         new_tokens=decoding.new_tokens,
         logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
-        window=window.window,
+        window=conditions.window,
         report=console,
     )
-    return served, window
+    return served, conditions
 
 
 def target_of(

@@ -338,8 +338,8 @@ def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finis
         judgement = judge(job.inputs, target, folder.export, run.topology, console)
         folder.claim.require()
         texts = texts_of(job.inputs, {})
-        folder.write_evaluation(judgement_record("evaluation", judgement.as_dict(), job.known, folder.export, texts))
-        return judgement.trained.lossless
+        folder.write_evaluation(judgement_record("evaluation", judgement, job.known, folder.export, texts))
+        return judgement.lossless
     finally:
         finish(folder.path, console)
 

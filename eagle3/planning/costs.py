@@ -73,7 +73,7 @@ class Timing:
     """Mean seconds of conversations decoded one at a time, with and without a draft."""
 
     context: float  # mean number of tokens before a round
-    drafts: int  # in a round
+    drafts: float  # in a round
     # Of a round: the draft reads what was verified, proposes a chain, and the target verifies it.
     extending: float
     proposing: float

@@ -8,8 +8,12 @@ acceptance length: the L below which drafting loses.
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from statistics import fmean
+from typing import NamedTuple, Protocol
+
+from pydantic import computed_field
+from pydantic.dataclasses import dataclass
 
 from eagle3.console import aligned, counted
 
@@ -26,7 +30,8 @@ class Costs(Protocol):
         """A chain of `drafts` tokens of each conversation."""
 
 
-class Cell(NamedTuple):
+@dataclass(frozen=True)
+class Cell:
     """What a number of draft tokens is worth at one context and batch."""
 
     context: int
@@ -35,6 +40,7 @@ class Cell(NamedTuple):
     length: float  # acceptance length L: accepted drafts and the target's own token, per verification
     break_even: float  # B
 
+    @computed_field
     @property
     def speed_up(self) -> float:
         """Tokens per second with the draft, relative to without it."""
@@ -113,12 +119,26 @@ def paying_ranges(cells: Sequence[Cell]) -> list[Range]:
     return [*ranges, Range(low, None)] if cells[-1].speed_up > 1 else ranges
 
 
+class Tier(NamedTuple):
+    """What to draft with in batches of `batch` conversations and more, up to the next tier's."""
+
+    batch: int
+    drafts: int  # the number of draft tokens with the highest mean speed-up over all contexts
+    speed_up: float  # that mean
+    paying: list[Range]  # the contexts at which this number pays
+    longest: int  # the longest context after which memory holds such a batch
+
+    @property
+    def pays(self) -> bool:
+        return self.speed_up > 1
+
+
 @dataclass(frozen=True)
 class PayOff:
     """What a draft is worth by context, batch and number of draft tokens."""
 
     source: str  # where the costs come from, in words
-    cells: list[Cell]
+    cells: list[Cell]  # as `surface` orders them
 
     @property
     def is_estimated(self) -> bool:
@@ -128,28 +148,34 @@ class PayOff:
     def longest_chain(self) -> int:
         return max(cell.drafts for cell in self.cells)
 
-    def as_dict(self) -> dict[str, Any]:
-        def told(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-            return [cell._asdict() | {"speed_up": cell.speed_up} for cell in cells]
+    @computed_field
+    @property
+    def best(self) -> list[Cell]:
+        return best_cells(self.cells)
 
-        return {
-            "source": self.source,
-            "cells": told(self.cells),
-            "best": told(best_cells(self.cells)),
-            "paying": [
-                {"batch": batch, "ranges": [each._asdict() for each in ranges]}
-                for batch, ranges in where_it_pays(self.cells).items()
-            ],
-        }
+    @computed_field
+    @property
+    def paying(self) -> dict[int, list[Range]]:
+        return where_it_pays(self.cells)
+
+    @cached_property
+    def tiers(self) -> list[Tier]:
+        """What to draft with, for each batch, ascending."""
+        tiers: dict[int, Tier] = {}
+        for batch, drafts in sorted({(cell.batch, cell.drafts) for cell in self.cells}):
+            its = [cell for cell in self.cells if (cell.batch, cell.drafts) == (batch, drafts)]
+            tier = Tier(batch, drafts, fmean(cell.speed_up for cell in its), paying_ranges(its), its[-1].context)
+            tiers[batch] = max(tiers.get(batch, tier), tier, key=lambda each: each.speed_up)
+        return [*tiers.values()]
 
     def speed_up_table(self) -> list[list[str]]:
         """The best speed-up with its number of draft tokens, by context and batch."""
-        return by_context_and_batch(best_cells(self.cells), lambda cell: f"{cell.speed_up:.2f} ({cell.drafts})")
+        return by_context_and_batch(self.best, lambda cell: f"{cell.speed_up:.2f} ({cell.drafts})")
 
     def verdict(self) -> str:
         """Where drafting pays, in words."""
         batches: dict[str, list[str]] = {}
-        for batch, ranges in where_it_pays(self.cells).items():
+        for batch, ranges in self.paying.items():
             batches.setdefault(" and ".join(map(str, ranges)) or "nowhere", []).append(str(batch))
         return "drafting pays " + ", ".join(f"{where} (batch {', '.join(its)})" for where, its in batches.items())
 

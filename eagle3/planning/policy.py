@@ -9,38 +9,12 @@ import json
 import shlex
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from statistics import fmean
-from typing import NamedTuple
 
 from eagle3.console import aligned
-from eagle3.planning.payoff import Cell, PayOff, Range, paying_ranges
+from eagle3.planning.payoff import PayOff, Tier
 from eagle3.targets.sglang.version import speculative_flags
 
 ADAPTIVE = "adaptive.json"  # the file for SGLang
-
-
-class Tier(NamedTuple):
-    """Batches of `batch` conversations and more, up to the next tier's."""
-
-    batch: int
-    drafts: int  # the number of draft tokens with the highest mean speed-up over all contexts
-    speed_up: float  # that mean
-    paying: list[Range]  # the contexts at which this number pays
-    longest: int  # the longest context after which memory holds such a batch
-
-    @property
-    def pays(self) -> bool:
-        return self.speed_up > 1
-
-
-def policy(cells: Sequence[Cell]) -> list[Tier]:
-    """A tier for each batch, ascending. Each context's cells ascend, as `surface` orders them."""
-    tiers: dict[int, Tier] = {}
-    for batch, drafts in sorted({(cell.batch, cell.drafts) for cell in cells}):
-        its = [cell for cell in cells if (cell.batch, cell.drafts) == (batch, drafts)]
-        tier = Tier(batch, drafts, fmean(cell.speed_up for cell in its), paying_ranges(its), its[-1].context)
-        tiers[batch] = max(tiers.get(batch, tier), tier, key=lambda each: each.speed_up)
-    return [*tiers.values()]
 
 
 def schedule(tiers: Sequence[Tier]) -> dict[int, int]:
@@ -86,7 +60,7 @@ def tier_table(tiers: Sequence[Tier]) -> tuple[list[str], list[list[str]]]:
 def serving_lines(pay_off: PayOff, window: int | None, refusal: str) -> list[str]:
     """What an operator needs: the table, and flags for both engines with DRAFT for the draft's folder. refusal: why
     SGLang does not serve the draft; empty if it does."""
-    tiers = policy(pay_off.cells)
+    tiers = pay_off.tiers
     drafts, (head, rows) = schedule(tiers), tier_table(tiers)
     sglang, file = sglang_flags("DRAFT", drafts, window)
     flags = [

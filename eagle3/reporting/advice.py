@@ -67,9 +67,10 @@ def advise(run: RunRecord) -> list[Advice]:
 
 
 def _lossy(run: RunRecord) -> Iterator[Advice]:
-    if wrong := run.evaluation.get("mismatches"):
+    if run.evaluation and run.evaluation.mismatches:
         yield Advice(
-            f"The output of {wrong} of {run.evaluation['conversations']} conversations differs from plain decoding.",
+            f"The output of {run.evaluation.mismatches} of {run.evaluation.conversations} conversations differs from "
+            "plain decoding.",
             "Rounding alone does not explain it. Judge again with the target in float32 before trusting other numbers.",
             ("model.target_dtype",),
         )
@@ -90,9 +91,10 @@ def _diverged(run: RunRecord) -> Iterator[Advice]:
 
 
 def _unlearnt(run: RunRecord) -> Iterator[Advice]:
-    trained = run.evaluation.get("acceptance_length")
-    untrained = (run.evaluation.get("untrained") or {}).get("acceptance_length")
-    if trained is not None and untrained is not None and trained <= 1.05 * untrained:
+    if not run.evaluation or not run.evaluation.untrained:
+        return
+    trained, untrained = run.evaluation.acceptance_length, run.evaluation.untrained.acceptance_length
+    if trained <= 1.05 * untrained:
         yield Advice(
             f"The trained draft's acceptance length is {trained:.2f}, that of an untrained one {untrained:.2f}.",
             "It has learnt next to nothing that helps: train longer, or with another learning rate.",
@@ -178,12 +180,12 @@ def _overfitted(run: RunRecord) -> Iterator[Advice]:
 
 
 def _far_from_held_out(run: RunRecord) -> Iterator[Advice]:
-    expected, result = (run.exported or {}).get("acceptance_length"), run.evaluation
-    if not expected or not result or result.get("temperature") or result.get("topk", 1) > 1:
+    expected, result = run.exported.get("acceptance_length"), run.evaluation
+    if not expected or not result or result.temperature or result.topk > 1:
         return  # held-out numbers are of greedy chains
-    actual, verifications = result["acceptance_length"], result["verifications"]
+    actual = result.acceptance_length
     # by which it varies if all drafts of a chain are as likely to be accepted
-    noise = 3 * ((expected - 1) * expected / verifications) ** 0.5 if verifications else np.inf
+    noise = 3 * ((expected - 1) * expected / result.verifications) ** 0.5
     if abs(expected - actual) > max(FAR * expected, noise):
         yield Advice(
             f"Acceptance length {expected:.2f} on held-out text, {actual:.2f} in decoding.",

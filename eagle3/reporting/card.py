@@ -4,14 +4,12 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from huggingface_hub import ModelCardData
 
-from eagle3.console import counted
 from eagle3.draft.config import DraftConfig
 from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.planning.policy import ADAPTIVE, policy, schedule, sglang_flags, tier_table, vllm_flags
+from eagle3.planning.policy import ADAPTIVE, schedule, sglang_flags, tier_table, vllm_flags
 from eagle3.reporting.markdown import (
     Markdown,
     Table,
@@ -20,28 +18,12 @@ from eagle3.reporting.markdown import (
     layout_in_words,
     one_line,
     spans_in_words,
+    template,
     versions_in_words,
 )
-from eagle3.reporting.record import (
-    Record,
-    RunRecord,
-    all_pay_offs,
-    context_rows,
-    hub_id_of,
-    number,
-    pay_offs,
-    read_run,
-    rule,
-    set_rows,
-    source_name,
-    target_name,
-    tree,
-    window_in_words,
-    windows_judged,
-)
+from eagle3.reporting.record import RunRecord, hub_id_of, read_run, source_name, target_name
 from eagle3.targets.sglang.version import why_not_served
 
-TEMPLATE = Path(__file__).with_name("card.md")
 VERSIONS = ("eagle3-recipes", "torch", "deepspeed", "megatron-core", "transformers")
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"  # vLLM reads this key at the top level, SGLang in eagle_config
 FROM_RECIPE = (
@@ -52,7 +34,6 @@ FROM_RECIPE = (
     ("learning rate", "training.learning_rate", "{}"),
     ("longest sample allowed", "data.max_length", "{:,} tokens"),
 )
-LONG = 4096  # tokens of context; a draft judged on less shows nothing about long contexts
 SEAL = "\n<!-- written from the run's files; sha256 of the lines above: "
 
 
@@ -92,25 +73,13 @@ def card_text(run: RunRecord) -> str:
         pipeline_tag="text-generation",
         tags=["eagle3", "speculative-decoding", "draft-model", "sglang"],
     )
-    template = jinja2.Template(
-        TEMPLATE.read_text(encoding="utf-8"),
-        undefined=jinja2.StrictUndefined,
-        finalize=escaped,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return template.render(
+    return template("card.md", finalize=escaped).render(
+        run=run,
         card_data=Markdown(data.to_yaml()),
         target=target_name(run),
         hub_id=hub_id,
-        states=run.draft.get("num_aux_hidden_states") or 3,
         facts=_facts(run),
         training=_training(run),
-        judged=_judged(run),
-        held_out=_held_out(run),
-        contexts=_contexts(run),
-        pay_offs=all_pay_offs(run.by_context),
-        limits=_limits(run),
         **_serving(run, hub_id or "TARGET"),
     )
 
@@ -152,84 +121,12 @@ def _training(run: RunRecord) -> dict[str, str]:
     return {name: text for name, text in rows.items() if text}
 
 
-def _judged(run: RunRecord) -> dict[str, Any] | None:
-    result = run.evaluation
-    if result.get("acceptance_length") is None:
-        return None
-    shares, untrained = result.get("position_acceptance") or [], result.get("untrained")
-    # Tokens that the verifications added. First tokens do not count, because they come from prefills.
-    yielded = round(result["acceptance_length"] * result["verifications"])
-    return {
-        "length": number(result["acceptance_length"]),
-        "conditions": (
-            f"Measured by {result.get('engine')} {result.get('engine_version')}, {_drafted(result)}, {rule(result)}, "
-            f"one conversation at a time, on {counted(result['conversations'], 'conversation')}: {yielded:,} tokens "
-            f"from {result['verifications']:,} verifications."
-        ),
-        "positions": [*range(1, len(shares) + 1)],
-        "shares": [*map(number, shares)],
-        "lossless": _lossless(result),
-        "sets": [row for row, _ in set_rows(result)],
-        "untrained": f"An untrained draft of the same shape: {untrained['acceptance_length']:.2f}."
-        if untrained
-        else "",
-    }
-
-
-def _lossless(result: Record) -> str:
-    """How the output compares with that of the target alone. Sampled outputs are not compared."""
-    if result.get("temperature") or result.get("compared") is False:
-        return "The outputs were sampled, so they were not compared with plain decoding."
-    if result.get("mismatches"):
-        return (
-            f"Output DIFFERED from plain decoding in {counted(result['mismatches'], 'conversation')}, more than "
-            "rounding explains."
-        )
-    ties = result.get("ties")
-    tied = f", except {ties} where the target's best logits tie within rounding" if ties else ""
-    return f"Output equal to plain decoding in all conversations{tied}."
-
-
-def _held_out(run: RunRecord) -> str | None:
-    if not (best := run.exported):
-        return None
-    return (
-        f"acceptance length {best['acceptance_length']:.2f} (greedy, from hidden states) at step {best['step']:,}, "
-        "whose weights these are"
-    )
-
-
-def _contexts(run: RunRecord) -> list[dict[str, Any]]:
-    return [
-        {
-            "rows": [row for row, _ in context_rows(judged)],
-            "conditions": ", ".join(
-                filter(
-                    None,
-                    (
-                        f"{judged.get('engine')} {judged.get('engine_version')}",
-                        _drafted(judged),
-                        rule(judged),
-                        window_in_words(judged),
-                    ),
-                )
-            ),
-        }
-        for judged in windows_judged(run.by_context)
-    ]
-
-
-def _drafted(result: Record) -> str:
-    return tree(result) or f"{result.get('draft_tokens')} drafted tokens"
-
-
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:
     """The commands that serve the draft."""
     draft = run.draft
     # Of the judgement with the window that the draft is served with.
-    own = [judged for judged in windows_judged(run.by_context) if not window_in_words(judged)]
-    known = [pay_off for judged in own for pay_off in pay_offs(judged) if pay_off.is_estimated]
-    tiers = policy(known[0].cells) if known else []
+    known = [judged.estimate for judged in run.windows if judged.estimate and not judged.other_window]
+    tiers = known[0].tiers if known else []
     pays, refusal = any(tier.pays for tier in tiers), why_not_served(DraftConfig.from_json(draft, "config.json"))
     drafts = schedule(tiers) if pays else {1: tiers[0].drafts if tiers else run.key("evaluation.draft_tokens") or 4}
     window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
@@ -248,20 +145,3 @@ def _serving(run: RunRecord, target: str) -> dict[str, Any]:
         "estimate": known and known[0].source,
         "pays": pays,
     }
-
-
-def _limits(run: RunRecord) -> list[str]:
-    longest = run.started["data"]["train"]["longest"] if run.started else 0
-    contexts = max((row["context"] for row in run.by_context.get("contexts", [])), default=0)
-    known = "only the table by context shows how it does" if contexts > longest else "nothing is known of it"
-    limits = (
-        (longest, f"No training sample was longer than {longest:,} tokens; beyond that {known}."),
-        (contexts < LONG, "Acceptance at long contexts was not measured."),
-        (
-            run.key("model.target") == "demo",
-            "A demonstration: its target is a few million weights trained for minutes, and of no use.",
-        ),
-        (True, "Speed depends on engine, hardware and load; nothing is promised by an acceptance length."),
-        (True, "The output is the target's own, with its knowledge and faults: a draft only changes its speed."),
-    )
-    return [limit for holds, limit in limits if holds]

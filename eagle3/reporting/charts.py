@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.ticker import FixedLocator
 
 from eagle3.console import counted
-from eagle3.planning.payoff import ESTIMATED, best_cells
+from eagle3.planning.payoff import ESTIMATED
 from eagle3.reporting.plot import (
     BLUE,
     GREEN,
@@ -39,8 +39,6 @@ from eagle3.reporting.record import (
     estimated_curve,
     mean,
     measured_curve,
-    pay_offs,
-    rule,
     tokens_label,
 )
 
@@ -156,10 +154,11 @@ def _of_steps(
 
 
 def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
-    if not (shares := run.evaluation.get("position_acceptance")):
+    if not run.evaluation:
         return None
+    shares = run.evaluation.position_acceptance
     places = np.arange(1, len(shares) + 1)
-    series = Series(f"decoding, {rule(run.evaluation)}", places, np.array(shares), BLUE, dotted=True)
+    series = Series(f"decoding, {run.evaluation.rule}", places, np.array(shares), BLUE, dotted=True)
     return Plot(
         *(name, title, ABOUT_POSITIONS),
         f"{title}, from the first: {', '.join(f'{share:.2f}' for share in shares)}.",
@@ -189,13 +188,11 @@ def contexts_plot(name: str, series: Sequence[Series], summary: str) -> Plot:
 
 
 def _contexts(run: RunRecord, name: str, _: str) -> Plot | None:
-    measured = measured_curve(run.by_context) if run.by_context.get("contexts") else None
-    curves = (
-        ("real decoding", f", {rule(run.by_context)}", measured, VERMILLION, "line"),
-        ("estimated", " from hidden states, greedy", estimated_curve(run), BLUE, "dashed"),
-    )
-    series = [curve_series(label + how, curve, colour, look) for label, how, curve, colour, look in curves if curve]
-    summary = "; ".join(f"{label} {curve_text(curve)}" for label, _, curve, *_ in curves if curve)
+    real, estimated = run.by_context, estimated_curve(run)
+    curves = [("real decoding", f", {real.rule}", measured_curve(real), VERMILLION, "line")] if real else []
+    curves += [("estimated", " from hidden states, greedy", estimated, BLUE, "dashed")] if estimated else []
+    series = [curve_series(label + how, curve, colour, look) for label, how, curve, colour, look in curves]
+    summary = "; ".join(f"{label} {curve_text(curve)}" for label, _, curve, *_ in curves)
     return contexts_plot(name, series, summary) if series else None
 
 
@@ -222,8 +219,8 @@ def _held_out(run: RunRecord, name: str, title: str) -> Plot | None:
 def _pay_off(run: RunRecord, name: str, _: str) -> Plot | None:
     """A line for each batch, with the best number of draft tokens at each context."""
     series, sources = [], []
-    for pay_off in pay_offs(run.by_context):
-        estimated, best = pay_off.is_estimated, best_cells(pay_off.cells)
+    for pay_off in run.by_context.pay_off if run.by_context else ():
+        estimated, best = pay_off.is_estimated, pay_off.best
         batches = sorted({cell.batch for cell in best})
         for batch, colour in zip(batches, shades(len(batches)) if estimated else [VERMILLION], strict=True):
             points = np.array([(cell.context, cell.speed_up) for cell in best if cell.batch == batch]).T

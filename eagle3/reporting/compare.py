@@ -9,11 +9,11 @@ import numpy as np
 
 from eagle3.durable import write_bytes, write_text, writing
 from eagle3.errors import UserError
+from eagle3.evaluation.results import ContextAcceptance, ContextJudgement, Judgement
 from eagle3.reporting.charts import ABOUT_HELD_OUT, about_loss, contexts_plot, curve_series, loss_label
-from eagle3.reporting.markdown import Markdown, Table, escaped, summary_rows
-from eagle3.reporting.page import rendered
+from eagle3.reporting.markdown import Markdown, Table, escaped, summary_rows, template
 from eagle3.reporting.plot import COLOURS, Plot, Series, count_axis, image, number_axis, step_axis, thinned
-from eagle3.reporting.record import Record, RunRecord, column, curve_text, measured_curve, read_run, tokens_label, tree
+from eagle3.reporting.record import RunRecord, column, curve_text, measured_curve, read_run, tokens_label
 
 WIDE = 6.4  # inches, for a document rather than a phone
 PAGE, RUNS, CONTEXTS = "comparison.html", "runs.md", "acceptance-by-context"
@@ -52,11 +52,6 @@ class Compared(NamedTuple):
 
     name: str
     run: RunRecord
-
-    @property
-    def found(self) -> Record:
-        """The run's by_context.json; empty if it has none."""
-        return self.run.by_context if self.run.by_context.get("contexts") else {}
 
 
 def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[Compared]:
@@ -108,10 +103,10 @@ def contexts_table(compared: Sequence[Compared]) -> Table:
     Cells include 95% confidence intervals and the number of verifications. The note says how the runs were measured,
     and warns if that differs.
     """
-    rows = {each.name: {row["context"]: row for row in each.found["contexts"]} for each in compared}
+    rows = {each.name: {row.context: row for row in each.run.by_context.contexts} for each in compared}
     contexts = sorted({context for of_run in rows.values() for context in of_run})
-    values = {name: [_condition(each.found, name) for each in compared] for name in CONDITIONS}
-    same = [f"{name} {group[0]}" for name, group in values.items() if set(group) != {None} and len(set(group)) == 1]
+    values = {name: [_condition(each.run.by_context, name) for each in compared] for name in CONDITIONS}
+    same = [f"{name} {group[0]}" for name, group in values.items() if {*group} != {None} and len({*group}) == 1]
     return Table(
         "Acceptance length by context",
         ["context", *(each.name for each in compared)],
@@ -121,22 +116,19 @@ def contexts_table(compared: Sequence[Compared]) -> Table:
     )
 
 
-def _cell(row: Record | None) -> str:
-    if row is None or row.get("acceptance_length") is None:
+def _cell(row: ContextAcceptance | None) -> str:
+    if row is None:
         return "–"
-    low, high = row.get("interval") or (None, None)
-    interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
-    return Markdown(f"{row['acceptance_length']:.2f}{interval} ({row['verifications']:,})")  # its brackets are no link
+    interval = " [{:.2f}, {:.2f}]".format(*row.interval) if row.interval else ""
+    return Markdown(f"{row.acceptance_length:.2f}{interval} ({row.verifications:,})")  # its brackets are no link
 
 
-def _condition(record: Record, name: str) -> Any:
-    if name == "tree":
-        return tree(record)
+def _condition(judged: Judgement | ContextJudgement, name: str) -> Any:
     if name != "prompts":
-        return record.get(name)
-    if "contexts" not in record:
-        return record["conversations"]
-    counts = sorted({row["conversations"] for row in record["contexts"]})
+        return getattr(judged, name)
+    if isinstance(judged, Judgement):
+        return judged.conversations
+    counts = sorted({row.conversations for row in judged.contexts})
     return f"{counts[0]} a context" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} a context"
 
 
@@ -159,7 +151,8 @@ def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
         ),
     )
     plots = [_course(coloured, over, *course) for course in courses for over in ("step", "tokens")]
-    if curves := [(each.name, measured_curve(each.found), colour) for each, colour in coloured if each.found]:
+    measured = [(name, run.by_context, colour) for (name, run), colour in coloured if run.by_context]
+    if curves := [(name, measured_curve(judged), colour) for name, judged, colour in measured]:
         summary = "; ".join(f"{name} {curve_text(curve)}" for name, curve, _ in curves)
         plots.append(contexts_plot(CONTEXTS, [curve_series(*each) for each in curves], summary))
     return [plot for plot in plots if plot]
@@ -207,17 +200,18 @@ def _course(
 
 def write_comparison(compared: Sequence[Compared], out: Path) -> str:
     """Write charts, tables, and a page with both into folder `out`. Returns the tables as Markdown."""
-    plots, measured = compared_plots(compared), [each for each in compared if each.found]
+    plots, measured = compared_plots(compared), [each for each in compared if each.run.by_context]
     tables = [runs_table(compared), *([contexts_table(measured)] if measured else [])]
     texts = [table.markdown() for table in tables]
     files = dict(zip((RUNS, f"{CONTEXTS}.md"), texts, strict=False))
-    if unmeasured := [each.name for each in compared if not each.found]:
+    if unmeasured := [each.name for each in compared if not each.run.by_context]:
         names = ", ".join(map(escaped, unmeasured))
         texts.append(f"No acceptance by context for {names}: launchers/evaluate.py --by-context measures it.\n")
     texts += [f"{escaped(f'{each.name}: {line}')}.\n" for each in compared for line in each.run.foreign]
     markdown = "\n".join(texts)
     title, charts = ", ".join(each.name for each in compared), [(plot, image(plot, "svg")) for plot in plots]
-    files[PAGE] = rendered("comparison.html", title=title, charts=charts, tables=tables, markdown=markdown)
+    page = template("comparison.html", autoescape=True)
+    files[PAGE] = page.render(title=title, charts=charts, tables=tables, markdown=markdown)
     with writing(out, "free space, or name another folder with --out"):
         out.mkdir(parents=True, exist_ok=True)
         for plot in plots:

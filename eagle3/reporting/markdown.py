@@ -3,15 +3,29 @@
 Names that others chose (targets, data sets, folders) are escaped, so that they create no links, HTML, lines or cells.
 """
 
+import base64
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
+import jinja2
 import numpy as np
 
 from eagle3.console import counted, duration, memory_size
-from eagle3.reporting.record import Record, RunRecord, column, mean, number, rule, short, source_name, target_name
+from eagle3.reporting.record import (
+    Record,
+    RunRecord,
+    column,
+    interval_text,
+    mean,
+    number,
+    short,
+    source_name,
+    target_name,
+    tokens_label,
+)
 
 # Special characters in Markdown. An underscore inside a word is not one.
 SPECIAL = re.compile(r"[\\`*\[\]<>|&~$#]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
@@ -44,6 +58,31 @@ class Table(NamedTuple):
         return "\n".join([lines[0], "|---" * len(self.head) + "|", *lines[1:], *note]) + "\n"
 
 
+def template(name: str, **options: Any) -> jinja2.Template:
+    """A template of this folder, with this package's ways to write numbers as filters. options: as for
+    jinja2.Environment."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        **options,
+    )
+    environment.filters |= {
+        "base64": lambda content: base64.b64encode(content).decode(),
+        "counted": counted,
+        "duration": duration,
+        "gib": lambda size: memory_size(size * 2**30),
+        "interval": interval_text,
+        "number": number,
+        "short": short,
+        "source_name": source_name,
+        "tokens": tokens_label,
+        "whole": lambda count: "–" if count is None else f"{count:,}",
+    }
+    return environment.get_template(name)
+
+
 def one_line(text: str) -> str:
     """The text without line breaks, and without characters that are invisible or change the direction of text."""
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())
@@ -61,7 +100,8 @@ def fenced_command(words: Sequence[str]) -> Markdown:
 
 
 def summary_rows(run: RunRecord) -> dict[str, str]:
-    """The key numbers that are known. Files and folders are shown without their paths."""
+    """The key numbers that are known (in the functions below, a falsy value is one that is not). Files and folders are
+    shown without their paths."""
     return {name: one_line(value) for name, value in (_setup(run) | _results(run) | _ran_on(run)).items() if value}
 
 
@@ -117,31 +157,29 @@ def _setup(run: RunRecord) -> dict[str, str]:
     return rows
 
 
-def _results(run: RunRecord) -> dict[str, Any]:
-    """The results. Here and below, a falsy value means that a number is not known."""
-    result, best, length = run.evaluation, run.exported, run.evaluation.get("acceptance_length")
-    loss, untrained, speed = mean(column(run.train[-LAST:], "loss")), result.get("untrained"), result.get("speed")
-    return {
+def _results(run: RunRecord) -> dict[str, str]:
+    result, best, loss = run.evaluation, run.exported, mean(column(run.train[-LAST:], "loss"))
+    rows = {
         f"loss in training, {WEIGHTED}": np.isfinite(loss)
         and f"{loss:#.5g} (mean of the last {min(LAST, len(run.train))} steps)",
         f"loss held out, {WEIGHTED}": best.get("loss") is not None
         and f"{best['loss']:#.5g} (at step {best['step']:,})",
         "acceptance length held out": best and f"{number(best['acceptance_length'])} (from hidden states, greedy)",
-        "acceptance length": length is not None
-        and f"{length:.2f} (the target's own token counted; {rule(result)}, "
-        f"{counted(result['conversations'], 'conversation')}"
-        + (f" of {result['texts']})" if result.get("texts") else ")")
-        + (f"; untrained draft {untrained['acceptance_length']:.2f}" if untrained else ""),
-        "accepted by draft position": length is not None
-        and " ".join(map(number, result.get("position_acceptance") or [])),
-        "decoding speed": speed
-        and f"{speed['speculative']:,.1f} tokens/s, {speed['plain']:,.1f} without the draft: "
-        f"{speed['speculative'] / speed['plain']:.2f} times as fast ({result.get('engine')} "
-        f"{result.get('engine_version')})",
     }
+    if result:
+        of, untrained, speed = result.texts and f" of {result.texts}", result.untrained, result.speed
+        rows |= {
+            "acceptance length": f"{result.acceptance_length:.2f} (the target's own token counted; {result.rule}, "
+            f"{counted(result.conversations, 'conversation')}{of})"
+            + (f"; untrained draft {untrained.acceptance_length:.2f}" if untrained else ""),
+            "accepted by draft position": " ".join(map(number, result.position_acceptance)),
+            "decoding speed": f"{speed.speculative:,.1f} tokens/s, {speed.plain:,.1f} without the draft: "
+            f"{speed.gain:.2f} times as fast ({result.engine} {result.engine_version})",
+        }
+    return rows
 
 
-def _ran_on(run: RunRecord) -> dict[str, Any]:
+def _ran_on(run: RunRecord) -> dict[str, str]:
     machine, estimate = run.started.get("machine"), run.started.get("memory", {}).get("estimate_gib")
     speeds, used = column(run.train, "tokens_per_second"), column(run.train, "memory_gib")
     return {

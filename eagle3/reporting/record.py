@@ -1,56 +1,47 @@
 """Reads a run folder once, for the report and the card, and derives acceptance from its contents.
 
-Any of a run's files may be missing, and any number may be null. Files may have been written by a person or a different
-program, so pydantic checks what is read from them and names the key with a problem; the records themselves are used as
-they are.
+Any of a run's files may be missing, and any number of a training step may be null. Files may have been written by a
+person or a different program, so pydantic checks what is read from them and names the key with a problem.
 """
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, NonNegativeInt, ValidationError
+from pydantic import BaseModel, NonNegativeInt, TypeAdapter, ValidationError
 
 from eagle3.console import all_without_passwords
 from eagle3.draft.config import draft_digest, read_draft_config
 from eagle3.errors import UserError
+from eagle3.evaluation.results import Conditions, ContextJudgement, Judgement, SpeculativeResult
 from eagle3.parsing import parse_json, parse_yaml
-from eagle3.planning.payoff import Cell, PayOff
+from eagle3.planning.payoff import PayOff
 from eagle3.recipe.loading import load_recipe
 from eagle3.sealed import unsealed
 from eagle3.text.datasets import source_of_id
 from eagle3.training.run_folder import RunFolder
 
 Record = dict[str, Any]
+Result = TypeVar("Result")
 
 MOVE_AWAY = "move it away, and report and card are made without it"
+# The files of a run folder that a report shows, in the order of `read_run`: why one may be absent.
+WHY_ABSENT = (
+    "the resolved recipe",
+    "no step was recorded yet",
+    "written at the start of a run",
+    "launchers/evaluate.py writes it; the run judged nothing, or has not ended",
+    "launchers/evaluate.py --by-context writes it",
+    "the run has not ended",
+)
 FEW = 700  # verifications; with fewer, the acceptance length is uncertain by more than about 0.05
 
 
-class Contents(BaseModel):
-    """Any JSON object."""
-
-
-class Sealed(Contents):
-    """A sealed record, whose content is as it was written."""
-
-    digest: str
-
-
-class Judgement(Sealed):
-    """The part of a result file that says what was judged."""
-
-    draft: str
-    draft_digest: str
-    target: str
-    target_digest: str
-
-
-class Metrics(Contents, extra="allow"):
+class Metrics(BaseModel, extra="allow", strict=True):
     """A line of metrics.jsonl."""
 
     step: NonNegativeInt
@@ -69,7 +60,7 @@ class Pace(NamedTuple):
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run folder. Fields are empty for missing files."""
+    """The contents of a run folder. Fields are empty or None for missing files."""
 
     folder: RunFolder
     # The resolved recipe as text and as values, without passwords.
@@ -81,8 +72,8 @@ class RunRecord:
     skipped: tuple[Record, ...]
     exports: tuple[int, ...]  # steps whose weights were exported; the export folder has those of the last one
     started: Record  # run.json
-    evaluation: Record
-    by_context: Record
+    evaluation: Judgement | None
+    by_context: ContextJudgement | None
     draft: Record  # the export's config.json; empty if there is none
     absent: tuple[str, ...]  # which files are missing or not this run's, and why
     foreign: tuple[str, ...]  # those that are not this run's
@@ -104,6 +95,16 @@ class RunRecord:
         return max(known, key=lambda record: record["acceptance_length"], default={})
 
     @property
+    def windows(self) -> list[ContextJudgement]:
+        """The judgements by context, of each window that was judged."""
+        return self.by_context.windows if self.by_context else []
+
+    @property
+    def pay_offs(self) -> list[PayOff]:
+        """What the draft is worth, by each kind of costs, with each window."""
+        return [pay_off for judged in self.windows for pay_off in judged.pay_off]
+
+    @property
     def pace(self) -> Pace:
         tokens, speeds = column(self.train, "tokens"), column(self.train, "tokens_per_second")
         with np.errstate(divide="ignore"):
@@ -123,49 +124,55 @@ def read_run(path: Path) -> RunRecord:
     if not folder.recipe.is_file() and not folder.metrics.is_file():
         raise UserError(f"{path}: holds no run (neither recipe.yaml nor metrics.jsonl); name a run's output.dir")
     text, recipe = _read_recipe(folder.recipe)
-    records = _read_metrics(folder.metrics)
+    records, config = _read_metrics(folder.metrics), folder.export / "config.json"
+    evaluation = _read(folder.evaluation, Judgement, "evaluation")
+    by_context = _read(folder.by_context, ContextJudgement, "by_context")
+    started, draft = _read(folder.run, Record, "run"), _read(config, Record)
+    exported = read_draft_config(config) and draft_digest(folder.export) if draft else None  # refuses what is no draft
+    foreign = {
+        file: difference
+        for file, judged in ((folder.evaluation, evaluation), (folder.by_context, by_context))
+        if judged and (difference := _difference(folder, judged, exported))
+    }
+    contents = {
+        folder.recipe: recipe,
+        folder.metrics: records,
+        folder.run: started,
+        folder.evaluation: evaluation,
+        folder.by_context: by_context,
+        config: draft,
+    } | dict.fromkeys(foreign)
+    absent = tuple(
+        f"{file.relative_to(path)}: {foreign.get(file, why)}"
+        for (file, content), why in zip(contents.items(), WHY_ABSENT, strict=True)
+        if not content
+    )
     by_kind = {
         kind: tuple(record for record in records if record["kind"] == kind)
         for kind in ("train", "held_out", "skipped", "exported")
     }
-    exports = tuple(record["step"] for record in by_kind.pop("exported"))
-    files = {
-        "started": (folder.run, Sealed, "written at the start of a run"),
-        "evaluation": (
-            folder.evaluation,
-            Judgement,
-            "launchers/evaluate.py writes it; the run judged nothing, or has not ended",
-        ),
-        "by_context": (folder.by_context, Judgement, "launchers/evaluate.py --by-context writes it"),
-        "draft": (folder.export / "config.json", Contents, "the run has not ended"),
-    }
-    contents = {name: _read_json(file, kind) for name, (file, kind, _) in files.items()}
-    if contents["draft"]:
-        read_draft_config(folder.export / "config.json")  # refuses what is no draft's
-    judged = [name for name in ("evaluation", "by_context") if contents[name]]
-    foreign, exported = {}, draft_digest(folder.export) if judged and contents["draft"] else None
-    for name in judged:
-        if difference := _difference(folder, contents[name], exported):
-            contents[name], foreign[name] = {}, difference
-    there = [
-        (folder.recipe, folder.recipe.is_file(), "the resolved recipe"),
-        (folder.metrics, records, "no step was recorded yet"),
-        *((file, contents[name], foreign.get(name, why)) for name, (file, _, why) in files.items()),
-    ]
-    absent = tuple(f"{file.relative_to(path)}: {why}" for file, content, why in there if not content)
-    others = tuple(f"{name}.json: {difference}" for name, difference in foreign.items())
-    return RunRecord(folder, text, recipe, **by_kind, exports=exports, **contents, absent=absent, foreign=others)
-
-
-def _difference(folder: RunFolder, judged: Record, exported: str | None) -> str | None:
-    """How what was judged differs from the run's export or target; None if it does not. exported: the export's digest;
-    None if there is no export."""
-    target = _read_json(folder.inputs, Contents).get("model.target", judged["target_digest"])
-    known = {"draft": exported, "target": target}
-    others = [f"the {name} {judged[name]}" for name, digest in known.items() if judged[f"{name}_digest"] != digest]
-    return (
-        f"is of {' and '.join(others)}, not of this run's; judge again with launchers/evaluate.py" if others else None
+    return RunRecord(
+        folder,
+        text,
+        recipe,
+        exports=tuple(record["step"] for record in by_kind.pop("exported")),
+        **by_kind,
+        started=started or {},
+        evaluation=contents[folder.evaluation],
+        by_context=contents[folder.by_context],
+        draft=draft or {},
+        absent=absent,
+        foreign=tuple(f"{file.name}: {difference}" for file, difference in foreign.items()),
     )
+
+
+def _difference(folder: RunFolder, judged: Conditions, exported: str | None) -> str:
+    """How what was judged differs from the run's export or target; empty if it does not. exported: the export's digest;
+    None if there is no export."""
+    target = (_read(folder.inputs, Record) or {}).get("model.target", judged.target_digest)
+    others = [f"the draft {judged.draft}"] if judged.draft_digest != exported else []
+    others += [f"the target {judged.target}"] if judged.target_digest != target else []
+    return f"is of {' and '.join(others)}, not of this run's; judge again with launchers/evaluate.py" if others else ""
 
 
 def column(records: Sequence[Record], name: str) -> np.ndarray:
@@ -185,37 +192,28 @@ def columns(records: Sequence[Record], name: str, least: int = 0) -> np.ndarray:
 
 def _read_metrics(path: Path) -> list[Record]:
     """Read all complete lines. A kill may have cut off the last one."""
-    text = _read_text(path)
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    return [_parsed(line, Metrics, f"{path}:{number}", "remove that line") for number, line in enumerate(lines, 1)]
+    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+    read = (_parsed(line, Metrics, f"{path}:{number}", "remove that line") for number, line in enumerate(lines, 1))
+    return [record.model_dump() for record in read]
 
 
-def _read_json(path: Path, kind: type[Contents]) -> Record:
-    """Read the JSON object in a file; empty if there is no file. A sealed one is stored under its file's stem."""
-    return _parsed(_read_text(path), kind, str(path), MOVE_AWAY, path.stem) if path.is_file() else {}
+def _read(path: Path, kind: type[Result], key: str = "") -> Result | None:
+    """Read a JSON file; None if there is none. key: as for _parsed."""
+    return _parsed(path.read_bytes(), kind, str(path), MOVE_AWAY, key) if path.is_file() else None
 
 
-def _read_text(path: Path) -> str:
-    """Read the text of a file; empty if there is no file. Raises UserError if it is not text."""
-    try:
-        return path.read_text(encoding="utf-8") if path.is_file() else ""
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: damaged (not UTF-8: {error.reason} at byte {error.start}); {MOVE_AWAY}") from error
-
-
-def _parsed(text: str, kind: type[Contents], origin: str, remedy: str, key: str = "") -> Record:
+def _parsed(content: bytes, kind: type[Result], origin: str, remedy: str, key: str = "") -> Result:
     """Parse the JSON object in a text. Raises UserError if it is not valid JSON, or not of this kind. key: that of a
     sealed record."""
     try:
-        record = parse_json(text)
-        if "\\ud" in text.lower():
-            json.dumps(record, ensure_ascii=False).encode()  # fails for lone surrogates, which a page cannot contain
-        kind.model_validate(record, strict=True)
-        if issubclass(kind, Sealed):
-            record = unsealed(record, key)
+        record = parse_json(content)
+        json.dumps(record, ensure_ascii=False).encode()  # fails for lone surrogates, which a page cannot contain
+        parsed = TypeAdapter(kind).validate_python(record)
+        if key:
+            unsealed(record, key)
     except ValueError as error:
         raise UserError(f"{origin}: damaged ({first_problem(error)}); {remedy}") from error
-    return record
+    return parsed
 
 
 def first_problem(error: ValueError) -> str:
@@ -270,10 +268,11 @@ class Curve(NamedTuple):
     interval: np.ndarray  # [n, 2], 95% confidence, or nan
 
 
-def measured_curve(by_context: Record) -> Curve:
-    """The acceptance curve in a by_context.json."""
-    rows = sorted(by_context["contexts"], key=lambda row: row["context"])
-    return Curve(column(rows, "context"), column(rows, "acceptance_length"), columns(rows, "interval", least=2))
+def measured_curve(judged: ContextJudgement) -> Curve:
+    """The acceptance curve of a judgement by context."""
+    rows = [(each.context, each.acceptance_length, *(each.interval or (np.nan, np.nan))) for each in judged.contexts]
+    contexts, lengths, *ends = np.array(rows).T
+    return Curve(contexts, lengths, np.stack(ends, 1))
 
 
 def estimated_curve(run: RunRecord) -> Curve | None:
@@ -287,95 +286,9 @@ def estimated_curve(run: RunRecord) -> Curve | None:
     return Curve(contexts, np.where(known, lengths, np.nan), np.full((len(contexts), 2), np.nan))
 
 
-def rule(result: Record) -> str:
-    """How tokens were chosen (greedily or by sampling), according to an evaluation.json or by_context.json."""
-    return f"at temperature {result['temperature']:g}" if result.get("temperature") else "greedy"
-
-
-def tree(result: Record) -> str | None:
-    """The trees that were drafted, according to an evaluation.json or by_context.json; None for chains."""
-    if result.get("topk", 1) == 1:
-        return None
-    return f"trees of {result.get('tree_tokens')} tokens, {result['topk']} branches a node"
-
-
-def context_rows(by_context: Record) -> list[tuple[list[str], list[float]]]:
-    """The rows of a by_context.json as text, with ascending contexts.
-
-    Each row has the context in tokens, the acceptance length, its 95% confidence interval, and the numbers of prompts
-    and verifications. With it comes, for each i, the share of verifications that accepted all of the drafts 0..i.
-    """
-    return [
-        (
-            [
-                tokens_label(row["context"]),
-                number(row.get("acceptance_length")),
-                _interval_text(row),
-                f"{row['conversations']:,}",
-                f"{row['verifications']:,}",
-            ],
-            row.get("position_acceptance") or [],
-        )
-        for row in sorted(by_context["contexts"], key=lambda row: row["context"])
-    ]
-
-
-def set_rows(evaluation: Record) -> list[tuple[list[str], list[float]]]:
-    """The rows for an evaluation.json's prompt sets as text.
-
-    Each row has the set's name, the acceptance length, its 95% confidence interval, the mean over conversations, the
-    numbers of conversations and verifications, and how many times as fast decoding was. With it comes, for each i, the
-    share of verifications that accepted all of the drafts 0..i.
-    """
-    rows = []
-    for row in evaluation.get("sets") or []:
-        speed = row.get("speed")
-        cells = [
-            row["name"],
-            number(row.get("acceptance_length")),
-            _interval_text(row),
-            number(row.get("mean_acceptance_length")),
-            f"{row['conversations']:,}",
-            f"{row['verifications']:,}",
-            number(speed and speed["speculative"] / speed["plain"]),
-        ]
-        rows.append((cells, row.get("position_acceptance") or []))
-    return rows
-
-
-def _interval_text(row: Record) -> str:
-    low, high = row.get("interval") or (None, None)
-    return "–" if low is None or high is None else f"{low:.2f} to {high:.2f}"
-
-
-def windows_judged(by_context: Record) -> list[Record]:
-    """The judgement in a by_context.json and those of the same draft with other windows; empty if there is none."""
-    return [by_context, *by_context.get("other_windows", [])] if by_context.get("contexts") else []
-
-
-def window_in_words(judged: Record) -> str:
-    """The window of a judgement, if it is not the one that the draft was trained with."""
-    window, trained = judged.get("window"), judged.get("trained_window")
-    if window == trained:
-        return ""
-    return f"with a window of {window:,} keys" if window else "with full attention"
-
-
-def pay_offs(judged: Record) -> list[PayOff]:
-    """What the draft is worth, by each kind of costs in a judgement by context."""
-    window = window_in_words(judged)
-    return [
-        PayOff(
-            ", ".join(filter(None, (each["source"], window))),
-            [Cell(*(cell[name] for name in Cell._fields)) for cell in each["cells"]],
-        )
-        for each in judged.get("pay_off", [])
-    ]
-
-
-def all_pay_offs(by_context: Record) -> list[PayOff]:
-    """The same of every window that was judged."""
-    return [pay_off for judged in windows_judged(by_context) for pay_off in pay_offs(judged)]
+def interval_text(figures: SpeculativeResult) -> str:
+    """The 95% confidence interval of an acceptance length."""
+    return "{:.2f} to {:.2f}".format(*figures.interval) if figures.interval else "–"
 
 
 def number(value: float | None) -> str:

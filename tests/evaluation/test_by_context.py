@@ -17,10 +17,18 @@ from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import export_draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding, Sampling
-from eagle3.evaluation.by_context import ContextAcceptance, ContextJudgement, DecodedContext, ratio_intervals
 from eagle3.evaluation.drafter import untrained_draft
+from eagle3.evaluation.intervals import ratio_intervals
 from eagle3.evaluation.prompts import ContextPrompts, prompt_contexts, sample_contexts
-from eagle3.evaluation.speculative import CountedConversation
+from eagle3.evaluation.results import (
+    BestRate,
+    Conditions,
+    ContextAcceptance,
+    ContextJudgement,
+    CountedConversation,
+    DecodedContext,
+    as_json,
+)
 from eagle3.jobs.evaluate import ByContext, best_rates, decoding_of, judge, judge_contexts, prompts_to_judge
 from eagle3.planning.costs import Timing
 from eagle3.planning.payoff import Cell, PayOff
@@ -151,14 +159,18 @@ def decoded(*accepted: int, verdict: str | None = "identical") -> CountedConvers
     )
 
 
+def chains_of(draft_tokens: int) -> Conditions:
+    return Conditions.of("transformers", Decoding(draft_tokens, 64), None)
+
+
 def test_a_bucket_is_counted_over_its_conversations():
-    bucket = ContextAcceptance.over(512, [decoded(3, 0), decoded(1, verdict="tie"), decoded()], seed=0)
+    bucket = ContextAcceptance.over([decoded(3, 0), decoded(1, verdict="tie"), decoded()], context=512)
     assert (bucket.conversations, bucket.verifications, bucket.acceptance_length) == (3, 3, 7 / 3)
     assert bucket.position_acceptance == [2 / 3, 1 / 3, 1 / 3]
-    assert bucket.interval == [2, 2.5] and bucket.position_intervals == [[0.5, 1], [0, 0.5], [0, 0.5]]
+    assert bucket.interval == (2, 2.5) and bucket.position_intervals == [(0.5, 1), (0, 0.5), (0, 0.5)]
     assert bucket.of_each == [(5, 2), (2, 1), (0, 0)]
     assert (bucket.mismatches, bucket.ties, bucket.compared) == (0, 1, True)
-    alone = ContextAcceptance.over(512, [decoded(3, 0, verdict=None)], seed=0)
+    alone = ContextAcceptance.over([decoded(3, 0, verdict=None)], context=512)
     assert alone.interval is alone.position_intervals is None and not alone.compared
 
 
@@ -170,7 +182,7 @@ def test_the_tables_fit_60_columns_and_say_what_differs_and_empty_contexts_are_l
     ]
     contexts[1:1] = [DecodedContext(1024, []), DecodedContext(2048, [decoded(), decoded()])]
     told = []
-    judgement = ContextJudgement.over(contexts, "transformers", Decoding(3, 64), told.append, topk=1, tree_tokens=4)
+    judgement = ContextJudgement.over(contexts, chains_of(3), 64, told.append)
     assert told == [
         "context 1,024: left out, no text is of that length",
         "context 2,048: left out, the target ends all with their first token",
@@ -179,7 +191,7 @@ def test_the_tables_fit_60_columns_and_say_what_differs_and_empty_contexts_are_l
     assert max(map(len, lines)) <= 60 and judgement.lossless is False
     assert [line.split()[-1] for line in lines[2:5]] == ["equal", "tied", "DIFFER"]
     assert len({len(line) for line in lines[1:5]}) == 1, "aligned"
-    document = json.loads(json.dumps(judgement.as_dict()))
+    document = json.loads(json.dumps(as_json(judgement)))
     assert (document["left_out"], document["topk"], document["tree_tokens"]) == ([1024, 2048], 1, 4)
     assert replace(judgement, topk=2, tree_tokens=8).lines()[1] == "trees of 8 tokens, 2 branches a node"
 
@@ -277,13 +289,14 @@ def test_sets_judged_together_have_the_figures_that_they_have_alone(run, topolog
         return judge(inputs, None, recipe.output.dir / "export", topology, heard, files)
 
     together = judged(files)
-    for name, file in files.items():
-        alone = judged({"another name": file}).trained
+    for its_own, (name, file) in zip(together.sets, files.items(), strict=True):
+        alone = judged({"another name": file})
+        assert its_own.name == name
         for figure in ("conversations", "verifications", "yielded", "accepted", "identical", "new_tokens", "of_each"):
-            assert getattr(together.sets[name], figure) == getattr(alone, figure), (name, figure)
-    pooled = [pair for figures in together.sets.values() for pair in figures.of_each]
-    assert together.trained.of_each == pooled and together.trained.conversations == 4
-    assert judged(None).sets == {}, "held-out conversations are no set"
+            assert getattr(its_own, figure) == getattr(alone, figure), (name, figure)
+    pooled = [pair for figures in together.sets for pair in figures.of_each]
+    assert together.of_each == pooled and together.conversations == 4
+    assert judged(None).sets == [], "held-out conversations are no set"
 
 
 def test_contexts_are_judged_on_the_prompts_of_all_sets(run, topology, tmp_path):
@@ -349,11 +362,13 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topo
 
     judgement = judged(ByContext([32, 64], 2))
     assert [each.conversations for each in judgement.contexts] == [2, 2] and judgement.lossless is None
-    assert judgement.lines()[0] == "acceptance length by context (temperature 0.8, 12 new tokens)"
+    assert judgement.lines()[0] == "acceptance length by context (at temperature 0.8, 12 new tokens)"
     again = judged(ByContext([32, 64], 2, windows=[8], best=True))
     (windowed,) = again.other_windows
     assert replace(again, other_windows=[]) == replace(judgement, other_windows=[])
-    assert windowed.window == (8, None) and windowed.lines()[1].startswith("judged with a window of 8 keys")
+    assert (windowed.window, windowed.trained_window) == (8, None) and windowed.lines()[1].startswith(
+        "judged with a window of 8 keys"
+    )
     assert [(each.context, each.drafts, each.best) for each in again.best] == [
         (each.context, 0, 1 / each.timing.plain) for each in again.contexts
     ], "the draft has learnt nothing, so none of it is best"
@@ -375,8 +390,7 @@ def judged_by_hand(context: int, drafts: int, per_round: int, seconds: float) ->
         Timing(context, drafts, 0.0, seconds / 2, seconds / 2, plain=1.0),
     )
     decoded = [DecodedContext(context, [conversation])]
-    chain = {"topk": 1, "tree_tokens": drafts + 1}
-    return ContextJudgement.over(decoded, "transformers", Decoding(drafts, 64), print, **chain)
+    return ContextJudgement.over(decoded, chains_of(drafts), 64, print)
 
 
 def test_the_best_number_of_draft_tokens_is_decoded_with_where_it_pays():
@@ -390,10 +404,10 @@ def test_the_best_number_of_draft_tokens_is_decoded_with_where_it_pays():
         return again
 
     buckets = [ContextPrompts(512, []), ContextPrompts(1024, [])]
-    judged = replace(judged, pay_offs=[PayOff("by hand", cells)])
-    (best,) = best_rates(judged, buckets, judge_with)
+    judged = replace(judged, pay_off=[PayOff("by hand", cells)])
+    (best,) = best_rates(judged, Decoding(3, 64), buckets, judge_with)
     assert asked == [(1, [512])]
-    assert best == (512, 1, pytest.approx(2 / 1.25), pytest.approx(2 / 1.8), 1.0)
+    assert best == BestRate(512, 1, pytest.approx(2 / 1.25), pytest.approx(2 / 1.8), 1.0)
     lines = replace(judged, best=[best]).lines()
     assert lines[-1].split() == ["512", "1", "1.6", "1.1", "1.0"]
 

@@ -67,7 +67,7 @@ def test_planted_faults_are_named_and_their_changes_restore_the_draft(sound, fau
     diagnosis = sound.diagnosed(faulty)
     named = [finding.name for finding in diagnosis.faults]
     assert len(named) == len(cures) and all(any(name.startswith(cure) for name in named) for cure in cures), named
-    assert diagnosis.accepted < healthy == pytest.approx(diagnosis.faults[-1].accepted, abs=0.05)
+    assert diagnosis.accepted_drafts < healthy == pytest.approx(diagnosis.faults[-1].accepted, abs=0.05)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -88,7 +88,7 @@ def test_a_draft_in_every_published_form_is_diagnosed_as_what_it_is(sound, folde
 def test_a_sound_draft_has_no_fault(topology, tmp_path, shape):
     own = specimen(tmp_path / "export", topology, **shape)
     diagnosis = own.diagnosed(own.reading)
-    assert not diagnosis.faults and diagnosis.accepted > 0.3 and len(diagnosis.tried) > 20
+    assert not diagnosis.faults and diagnosis.accepted_drafts > 0.3 and len(diagnosis.tried) > 20
     assert diagnosis.lines()[0].startswith("the draft is sound" if diagnosis.evidence.sound else "no known")
 
 

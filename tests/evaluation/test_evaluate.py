@@ -16,13 +16,20 @@ from transformers import AutoConfig, AutoTokenizer
 from eagle3.console import Console, Warned
 from eagle3.draft.derivation import derive_draft
 from eagle3.errors import UserError
-from eagle3.evaluation.by_set import over_sets, set_lines, set_records
+from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.drafter import check_belongs
 from eagle3.evaluation.export_check import NotInstalled, check_export
-from eagle3.evaluation.judge import Judgement
 from eagle3.evaluation.prompts import read_prompts
+from eagle3.evaluation.results import (
+    Conditions,
+    CountedConversation,
+    Judgement,
+    SetAcceptance,
+    SpeculativeResult,
+    as_json,
+    over_sets,
+)
 from eagle3.evaluation.sglang_judge import DraftTree, TimedAnswer, count_conversation
-from eagle3.evaluation.speculative import CountedConversation, SpeculativeResult
 from eagle3.preflight.inputs import prompt_files
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.regeneration.turns import Generation, plan_of
@@ -171,26 +178,33 @@ def test_verifications_are_counted_in_full_up_to_an_eos():
     short = served([3, 0, 0, 0], 4, False)  # none accepted: a third of the verifications, half of the conversations
     both = SpeculativeResult.over([cut, short])
     assert both.acceptance_length == (8 + 3) / 6
-    assert both.mean_acceptance_length == (8 / 3 + 1) / 2 == both.as_dict()["mean_acceptance_length"]
+    assert both.mean_acceptance_length == (8 / 3 + 1) / 2 == as_json(both)["mean_acceptance_length"]
 
 
-def counts(conversations: int, new_tokens: int, verifications: int, yielded: int, accepted: list[int]):
+def judged(decoded: list[CountedConversation], **others) -> Judgement:
+    """As SGLang judges chains of so many drafts."""
+    conditions = Conditions.of("transformers", Decoding(len(decoded[0].accepted), 64), None)
+    conditions = replace(conditions, engine="sglang", engine_version="0.5.23")
+    return Judgement.over(decoded, **vars(conditions), **others)
+
+
+def counts(conversations: int, new_tokens: int, verifications: int, yielded: int, accepted: list[int]) -> Judgement:
     """All but one of the conversations are empty."""
     one = CountedConversation(new_tokens, verifications, yielded, accepted, "identical", new_tokens, 2.0, 3.0)
     others = CountedConversation(0, 0, 0, [0] * len(accepted), "identical", 0, 0.0, 0.0)
-    return SpeculativeResult.over([one, *[others] * (conversations - 1)])
+    return judged([one, *[others] * (conversations - 1)])
 
 
 def test_what_people_read_names_engine_and_speed():
-    judgement = Judgement(counts(2, 60, 20, 58, [12, 8]), None, "sglang", "0.5.23", topk=1, tree_tokens=3)
+    judgement = counts(2, 60, 20, 58, [12, 8])
     lines = judgement.lines()
     assert "30.0 tokens/s, 20.0 without the draft: 1.50 times as fast (by sglang 0.5.23" in lines[-1]
     assert not any("untrained" in line for line in lines)
-    document = json.loads(json.dumps(judgement.as_dict()))
+    document = json.loads(json.dumps(as_json(judgement)))
     assert document["engine"] == "sglang" and document["speed"] == {"speculative": 30.0, "plain": 20.0}
     assert document["same_load"] and "same load" not in lines[-1]
     apart = replace(judgement, same_load=False)
-    assert not apart.as_dict()["same_load"] and "not measured under the same load" in apart.lines()[-1]
+    assert not as_json(apart)["same_load"] and "not measured under the same load" in apart.lines()[-1]
 
 
 def both_served(histogram: list[int], stopped: bool = False, verdict: str = "identical") -> CountedConversation:
@@ -203,10 +217,10 @@ def test_a_sets_figures_are_those_of_its_own_conversations():
     chat, code = [both_served([1, 0, 1, 1]), both_served([3])], [both_served([0, 0, 0, 4], verdict="tie")]
     conversations, warned = [*chat, both_served([], stopped=True), *code], []
     sizes = {"chat": 2, "void": 1, "code": 1}
-    sets = over_sets(sizes, conversations, warned.append)
-    assert list(sets) == ["chat", "code"] and isinstance(warned[0], Warned)
+    sets = over_sets(sizes, conversations, 0, warned.append)
+    assert [each.name for each in sets] == ["chat", "code"] and isinstance(warned[0], Warned)
     assert warned[0].startswith("prompt set void: left out, the target ends all its conversations with their first")
-    first, second = set_records(sets, seed=0)
+    first, second = map(as_json, sets)
     assert (first["name"], first["conversations"], first["verifications"]) == ("chat", 2, 6)
     assert first["acceptance_length"] == (8 + 3) / 6 and first["mean_acceptance_length"] == (8 / 3 + 3 / 3) / 2
     assert first["position_acceptance"] == [2 / 6, 2 / 6, 1 / 6]
@@ -214,15 +228,16 @@ def test_a_sets_figures_are_those_of_its_own_conversations():
     # 9 and 4 tokens, in a second each with the draft, and two without
     assert first["speed"] == {"speculative": 13 / 2, "plain": 13 / 4} and first["identical"] == 2
     assert (second["acceptance_length"], second["interval"], second["ties"]) == (4.0, None, 1)
-    assert second["of_each"] == [(16, 4)] and second["lossless"]
+    assert second["of_each"] == [[16, 4]] and second["lossless"]
     pooled = SpeculativeResult.over(conversations)
     assert pooled.yielded == first["yielded"] + second["yielded"] and pooled.conversations == 4
 
 
 def test_the_table_of_sets_is_aligned_and_fits_80_columns():
     counts = [both_served([120, 30, 20, 99])] * 80, [both_served([3]), both_served([5], verdict="tie")]
-    sets = {"mt-bench": SpeculativeResult.over(counts[0]), "long-documents": SpeculativeResult.over(counts[1])}
-    judgement = Judgement(sets["mt-bench"], None, "sglang", "0.5.23", topk=1, tree_tokens=4, sets=sets)
+    names = ("mt-bench", "long-documents")
+    sets = [SetAcceptance.over(its_own, name=name) for name, its_own in zip(names, counts, strict=True)]
+    judgement = judged(counts[0], sets=sets)
     title, head, *rows, by_position, positions, first, second = judgement.table()
     assert title == "acceptance length by prompt set (mean: over conversations)"
     assert head.split() == ["set", "conv.", "verified", "length", "95%", "interval", "mean", "speed", "output"]
@@ -231,10 +246,9 @@ def test_the_table_of_sets_is_aligned_and_fits_80_columns():
     assert positions.split() == ["set", "1", "2", "3"] and second.split() == ["long-documents", *["0.00"] * 3]
     assert len({len(line) for line in (head, *rows)}) == len({len(line) for line in (positions, first, second)}) == 1
     assert max(map(len, judgement.table())) <= 80
-    alone = replace(judgement, sets={"mt-bench": sets["mt-bench"]})
-    assert alone.table() == [] and [each["name"] for each in alone.as_dict()["sets"]] == ["mt-bench"]
-    assert json.loads(json.dumps(judgement.as_dict()))["sets"][1]["name"] == "long-documents"
-    assert set_lines(sets, seed=0) == judgement.table()
+    alone = replace(judgement, sets=sets[:1])
+    assert alone.table() == [] and [each["name"] for each in as_json(alone)["sets"]] == ["mt-bench"]
+    assert json.loads(json.dumps(as_json(judgement)))["sets"][1]["name"] == "long-documents"
 
 
 @pytest.mark.parametrize(
@@ -249,7 +263,7 @@ def test_the_table_of_sets_is_aligned_and_fits_80_columns():
     ],
 )
 def test_the_judges_counts_add_up_and_give_the_acceptance_length(result, line):
-    lines = Judgement(counts(*result), None, "transformers", "5", topk=1, tree_tokens=5).lines()
+    lines = counts(*result).lines()
     assert line in lines
     yielded, verifications, prefills, *less, put_out = [
         int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", line)

@@ -11,13 +11,8 @@ from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Drawn, Sampling
 from eagle3.evaluation.drafter import NewDrafter, untrained_draft
-from eagle3.evaluation.speculative import (
-    SpeculativeResult,
-    TargetSession,
-    chain_drafter,
-    decode_conversations,
-    plain_decoding,
-)
+from eagle3.evaluation.results import SpeculativeResult
+from eagle3.evaluation.speculative import TargetSession, chain_drafter, decode_conversations, plain_decoding
 from eagle3.targets.transformers import TransformersTarget
 
 TOKENS, WIDTH, DRAFT_TOKENS, NEW_TOKENS = 12, 16, 3, 30

@@ -15,6 +15,7 @@ from tiny_run import finish, launch, write_recipe
 
 from eagle3.console import Console
 from eagle3.evaluation.prompts import read_prompts
+from eagle3.evaluation.results import as_json
 from eagle3.evaluation.speculative import plain_decoding
 from eagle3.jobs.evaluate import ByContext, judge_contexts
 from eagle3.recipe.loading import load_recipe
@@ -113,13 +114,13 @@ def test_both_engines_give_the_same_by_context(case, topology):
     quiet = Console(speaks=False)
     inputs, asked = inputs_of(load_recipe(case.recipe), topology.device, quiet), ByContext([4, 8, 16], 8)
     own = judge_contexts(inputs, case.folder / "export", asked, topology, quiet, case.files)
-    own_result = without_times(json.loads(json.dumps(own.as_dict())))
+    own_result = without_times(as_json(own))
     assert (served["engine"], served["engine_version"]) == ("sglang", "0.5.23")
     for name in own_result.keys() - {"engine", "engine_version"}:
         assert served[name] == own_result[name], name
     assert ([each["conversations"] for each in served["contexts"]], served["left_out"]) == ([1, 3], [16])
     assert all(1 < each["acceptance_length"] < 1 + STEPS for each in served["contexts"])
     assert "context 16: left out, no text is of that length" in output
-    for line in replace(own, pay_offs=()).lines():
+    for line in replace(own, pay_off=[]).lines():
         assert line in output
     assert "speed-up with the best number of draft tokens (in brackets), estimated for 1 x H100 by data sheet" in output

@@ -21,6 +21,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding, Drawn
 from eagle3.evaluation.drafter import ChainDrafter, load_draft
+from eagle3.evaluation.results import CountedConversation, SpeculativeResult
 from eagle3.evaluation.sglang_judge import (
     DraftTree,
     Logits,
@@ -33,11 +34,9 @@ from eagle3.evaluation.sglang_judge import (
     side_by_side,
 )
 from eagle3.evaluation.speculative import (
-    CountedConversation,
     DecodedConversation,
     PlainOutput,
     SpeculativeOutput,
-    SpeculativeResult,
     chain_drafter,
     decode_conversations,
     plain_decoding,

@@ -44,12 +44,8 @@ from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.drafter import ChainDrafter, load_draft, untrained_draft
 from eagle3.evaluation.judge import judge_export
-from eagle3.evaluation.speculative import (
-    TargetSession,
-    compare,
-    plain_decoding,
-    tie_resolution,
-)
+from eagle3.evaluation.results import as_json
+from eagle3.evaluation.speculative import TargetSession, compare, plain_decoding, tie_resolution
 from eagle3.parallel.topology import Topology
 from eagle3.targets.logits import TargetHead
 from eagle3.targets.transformers import TransformersTarget, load_target
@@ -263,7 +259,7 @@ def test_counts_agree_and_training_shows(pair):
         draft.draft_config, pair.target.head, pair.topology.modules, seed=0, dtype=torch.float32, device=CPU
     )
     assert result.acceptance_length > pair.decode(untrained, d2t).acceptance_length + 0.5
-    assert result.as_dict()["acceptance_length"] == result.acceptance_length
+    assert as_json(result)["acceptance_length"] == result.acceptance_length
 
 
 def test_a_draft_is_judged_with_another_window_as_if_it_had_that_and_the_result_names_both(pair, tmp_path):
@@ -279,9 +275,8 @@ def test_a_draft_is_judged_with_another_window_as_if_it_had_that_and_the_result_
         return judge_export(folder, pair.target, pair.prompts[:2], pair.topology.modules, fast, decoding, **options)
 
     own, other, full = judged(tmp_path, None), judged(pair.folder, 6), judged(pair.folder, None)
-    assert own.trained.accepted == other.trained.accepted and own.trained.verifications == other.trained.verifications
-    assert (own.as_dict()["window"], own.as_dict()["trained_window"]) == (6, 6)
-    assert (other.as_dict()["window"], other.as_dict()["trained_window"]) == (6, None)
+    assert own.accepted == other.accepted and own.verifications == other.verifications
+    assert (own.window, own.trained_window) == (6, 6) and (other.window, other.trained_window) == (6, None)
     assert "judged with a window of 6 keys; trained with full attention" in other.lines()
     assert "judged with a window of 6 keys, as trained" in own.lines()
     assert not any("judged with" in line for line in full.lines())

@@ -27,7 +27,12 @@ class ByHand:
 
 def test_a_cell_is_its_tokens_over_what_they_cost_relative_to_plain_decoding():
     cells = surface(ByHand(), SHARES, (1, 4))
-    assert [cell[:3] for cell in cells[:4]] == [(1000, 1, 1), (1000, 1, 2), (1000, 1, 3), (1000, 4, 1)]
+    assert [(cell.context, cell.batch, cell.drafts) for cell in cells[:4]] == [
+        (1000, 1, 1),
+        (1000, 1, 2),
+        (1000, 1, 3),
+        (1000, 4, 1),
+    ]
     assert [cell.length for cell in cells[:3]] == pytest.approx([1.8, 2.3, 2.4])
     assert [cell.break_even for cell in cells[:4]] == pytest.approx([1.2, 1.4, 1.6, 1.5])
     assert [cell.speed_up for cell in cells[:4]] == pytest.approx([1.8 / 1.2, 2.3 / 1.4, 2.4 / 1.6, 1.8 / 1.5])
@@ -35,7 +40,7 @@ def test_a_cell_is_its_tokens_over_what_they_cost_relative_to_plain_decoding():
 
 def test_the_best_number_of_draft_tokens_and_where_drafting_pays():
     cells = surface(ByHand(), SHARES, (1, 2, 16))
-    best = {cell[:2]: (cell.drafts, cell.speed_up) for cell in best_cells(cells)}
+    best = {(cell.context, cell.batch): (cell.drafts, cell.speed_up) for cell in best_cells(cells)}
     assert best[1000, 1] == (2, pytest.approx(2.3 / 1.4)) and best[4000, 1] == (1, pytest.approx(1.6 / 1.5))
     always, until, never = where_it_pays(cells).values()
     assert (always, never) == ([(None, None)], [])

@@ -1,11 +1,12 @@
 """Of a pay-off follows what engines are to be told, and the engines' own code reads it so. (vLLM's: test_vllm.py.)"""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from eagle3.planning.payoff import Cell, PayOff
-from eagle3.planning.policy import policy, schedule, serving_lines, sglang_flags, vllm_flags
+from eagle3.planning.policy import schedule, serving_lines, sglang_flags, vllm_flags
 from eagle3.targets.sglang.version import speculative_flags
 
 # Speed-ups by context, for batches of 1, 4, 16 and 64 and for one and two draft tokens.
@@ -28,7 +29,7 @@ SCHEDULE = {1: 2, 16: 1, 64: 0}
 
 
 def test_a_batch_gets_the_number_with_the_highest_mean_over_contexts_and_none_where_that_loses():
-    tiers = policy(CELLS)
+    tiers = PayOff("by hand", CELLS).tiers
     assert [(tier.batch, tier.drafts) for tier in tiers] == [(1, 2), (4, 2), (16, 1), (64, 1)]
     assert [tier.speed_up for tier in tiers] == pytest.approx([1.6, 1.5, 1.2, 0.95])
     assert schedule(tiers) == SCHEDULE
@@ -37,10 +38,10 @@ def test_a_batch_gets_the_number_with_the_highest_mean_over_contexts_and_none_wh
 
 
 def test_a_draft_that_pays_for_no_batch_is_advised_against():
-    lossy = [cell._replace(break_even=9.0) for cell in CELLS]
-    *_, last = serving_lines(PayOff("by hand", lossy), None, "")
+    lossy = PayOff("by hand", [replace(cell, break_even=9.0) for cell in CELLS])
+    *_, last = serving_lines(lossy, None, "")
     assert last == "serve the target without the draft"
-    assert schedule(policy(lossy)) == {1: 0}
+    assert schedule(lossy.tiers) == {1: 0}
 
 
 def test_a_batch_that_fits_only_after_short_contexts_says_so():

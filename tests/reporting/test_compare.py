@@ -72,7 +72,7 @@ def test_runs_without_acceptance_by_context_are_compared_and_what_is_missing_is_
     code, printed, _ = report("--compare", one.path, other.path, "--out", tmp_path / "out")
     assert code == 0 and "No acceptance by context for one: launchers/evaluate.py --by-context measures it." in printed
     assert "| context | other |" in printed
-    change(other.by_context, contexts=[])
+    other.by_context.unlink()
     code, printed, _ = report("--compare", one.path, other.path, "--out", tmp_path / "none")
     assert code == 0 and "| context |" not in printed and "for one, other: " in printed
     assert not list((tmp_path / "none").glob("acceptance-by-context*"))
@@ -135,7 +135,7 @@ def test_runs_measured_in_different_ways_are_compared_with_a_warning(tmp_path):
     one, other = (write_run(tmp_path / name, steps=3) for name in ("one", "other"))
     change(other.by_context, temperature=0.8)
     contexts = json.loads(other.by_context.read_text(encoding="utf-8"))["contexts"]
-    change(other.by_context, contexts=[contexts[4] | {"interval": None}, contexts[0]])
+    change(other.by_context, contexts=[contexts[0], contexts[4] | {"interval": None}])
     compared = read_compared([one.path, other.path], None)
     written = contexts_table(compared).markdown()
     assert "temperature DIFFERS: 0.0 (one), 0.8 (other)" in written
@@ -146,7 +146,7 @@ def test_runs_measured_in_different_ways_are_compared_with_a_warning(tmp_path):
     assert "seed DIFFERS: 3 (one), 0 (other); " in written
     assert "tree DIFFERS: trees of 8 tokens, 2 branches a node (one), None (other); " in written
     assert "| 1k | 2.80 [2.70, 2.90] (300) | – |" in written and "| 2.70 (300) |" in written
-    assert measured_curve(compared[1].found).contexts.tolist() == [512, 8192]
+    assert measured_curve(compared[1].run.by_context).contexts.tolist() == [512, 8192]
     write_comparison(compared, tmp_path / "out")
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import yaml
 
 from eagle3.draft.config import draft_digest
+from eagle3.evaluation.results import ContextAcceptance, ContextJudgement, Judgement, SpeculativeResult, as_json
+from eagle3.planning.payoff import PayOff
 from eagle3.sealed import sealed
 from eagle3.training.run_folder import RunFolder
 
@@ -53,7 +55,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a JSON file of a run; a result file as the result of judging that run's draft."""
     if path.stem in JUDGED:
         judged = {"draft": "runs/mine/export", "target": "acme/tiny-8B (0123)", "target_digest": TARGET}
-        content = judged | {"draft_digest": draft_digest(RunFolder(path.parent).export)} | content
+        judged["draft_digest"] = draft_digest(RunFolder(path.parent).export)
+        content = judged | {name: value for name, value in content.items() if value != ""}
     if path.stem in (*JUDGED, "run"):
         content = sealed({name: value for name, value in content.items() if name != "digest"}, path.stem)
     path.write_text(json.dumps(content), encoding="utf-8")
@@ -146,8 +149,10 @@ def started(steps: int = STEPS) -> dict[str, Any]:
                     "kept": 10000,
                     "truncated": 60,
                     "dropped": {f"no answer {HOSTILE}": 100},
+                    "kinds": {f"no answer {HOSTILE}": "unusable"},
                     "empty_answers": 0,
                 },
+                "sources": [],
             },
             "held_out": {
                 "samples": 200,
@@ -168,52 +173,61 @@ def started(steps: int = STEPS) -> dict[str, Any]:
     }
 
 
+def figures(
+    conversations: int, verifications: int, length: float, shares: list[float], **others: Any
+) -> dict[str, Any]:
+    """Fields of figures over conversations with this acceptance length and these shares by draft position."""
+    yielded = round(length * verifications)
+    return {
+        "conversations": conversations,
+        "new_tokens": yielded,
+        "verifications": verifications,
+        "yielded": yielded,
+        "accepted": [round(share * verifications) for share in shares],
+        "identical": conversations,
+        "ties": 0,
+        "mismatches": 0,
+        "seconds_speculative": yielded / 150,
+        "seconds_plain": yielded / 100,
+        "compared": True,
+        "plain_tokens": yielded,
+        "of_each": [(yielded, verifications)],
+    } | others
+
+
+CONDITIONS = {
+    "engine": "transformers",
+    "engine_version": "5.19.0",
+    "temperature": 0.0,
+    "seed": 0,
+    "draft_tokens": 4,
+    "topk": 1,
+    "tree_tokens": 5,
+    "window": None,
+    "trained_window": None,
+}
+
+
 def evaluation() -> dict[str, Any]:
     """The content of evaluation.json, close to what the held-out accuracies simulate."""
-    positions = [0.78, 0.53, 0.31, 0.15]
-    judged = {
-        "conversations": 24,
-        "draft_tokens": 4,
-        "new_tokens": 2770,
-        "verifications": 1000,
-        "acceptance_length": 2.77,
-        "position_acceptance": positions,
-        "identical": 23,
-        "ties": 1,
-        "mismatches": 0,
-        "compared": True,
-        "lossless": True,
-        "engine": "transformers",
-        "engine_version": "5.19.0",
-        "topk": 1,
-        "tree_tokens": 5,
-        "temperature": 0.0,
-        "seed": 0,
-        "speed": {"speculative": 104.7, "plain": 157.9},
-        "untrained": {"acceptance_length": 1.0},
-    }
+    speed = {"seconds_speculative": 2770 / 104.7, "seconds_plain": 2770 / 157.9}
+    judged = figures(24, 1000, 2.77, [0.78, 0.53, 0.31, 0.15], identical=23, ties=1, **speed)
     verifications = [
         {"accepted": [" red", " square", " on"], "rejected": ["\n"], "own": " grey"},
         {"accepted": [], "rejected": [HOSTILE, " of", " it", " all"], "own": " paper"},
         {"accepted": [".", " A", " line", "\n"], "rejected": [], "own": None},
     ]
     example = {"prompt": f"What is {HOSTILE}? " + "word " * 300, "first": "A", "verifications": verifications}
-    return judged | {"examples": [example, example]}
+    untrained = SpeculativeResult(**figures(8, 100, 1.0, [0.0] * 4))
+    return as_json(Judgement(**CONDITIONS, **judged, examples=[example, example], untrained=untrained))
 
 
-# For evaluation.json: a whole set, and one of which little is known.
+# For evaluation.json: a set of many conversations, and one of a single one.
 SETS = [
-    {
-        "name": "mt-bench",
-        "conversations": 80,
-        "verifications": 900,
-        "acceptance_length": 2.9,
-        "interval": [2.8, 3.0],
-        "mean_acceptance_length": 3.1,
-        "position_acceptance": [0.8, 0.6, 0.4, 0.1],
-        "speed": {"speculative": 150.0, "plain": 100.0},
-    },
-    {"name": "a | b", "conversations": 1, "verifications": 30, "acceptance_length": 2.1, "interval": None},
+    figures(
+        80, 900, 2.9, [0.8, 0.6, 0.4, 0.1], name="mt-bench", interval=[2.8, 3.0], of_each=[(1710, 600), (900, 300)]
+    ),
+    figures(1, 30, 2.1, [0.6, 0.3, 0.2, 0.0], name="a | b", interval=None),
 ]
 
 
@@ -247,29 +261,15 @@ def pay_off() -> list[dict[str, Any]]:
 
 def by_context(lengths: list[float], half: float = 0.1) -> dict[str, Any]:
     """The content of by_context.json; each length has an interval of `half` on both sides."""
-    return {
-        "engine": "transformers",
-        "engine_version": "5.19.0",
-        "temperature": 0.0,
-        "seed": 0,
-        "draft_tokens": 4,
-        "new_tokens": 64,
-        "contexts": [
-            {
-                "context": context,
-                "conversations": 8,
-                "verifications": 300,
-                "acceptance_length": length,
-                "interval": [length - half, length + half],
-                "position_acceptance": [0.7, 0.5],
-                "position_intervals": None,
-                "mismatches": 0,
-                "ties": 0,
-            }
-            for context, length in zip(CONTEXTS, lengths, strict=True)
-        ],
-        "pay_off": pay_off(),
-    }
+    contexts = [
+        ContextAcceptance(
+            **figures(8, 300, length, [0.7, 0.5, 0.2, 0.1], context=context, interval=(length - half, length + half))
+        )
+        for context, length in zip(CONTEXTS, lengths, strict=True)
+    ]
+    pay_offs = [PayOff(each["source"], each["cells"]) for each in pay_off()]
+    judgement = ContextJudgement(**CONDITIONS, new_tokens=64, contexts=contexts, left_out=[], pay_off=pay_offs)
+    return as_json(judgement)
 
 
 DRAFT = {

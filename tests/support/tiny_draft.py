@@ -14,9 +14,9 @@ from eagle3.draft.interchange import export_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.evaluation.acceptance import Decoding, Greedy
 from eagle3.evaluation.drafter import ChainDrafter, untrained_draft
+from eagle3.evaluation.results import SpeculativeResult
 from eagle3.evaluation.speculative import (
     SpeculativeOutput,
-    SpeculativeResult,
     chain_drafter,
     decode_conversations,
     plain_decoding,
