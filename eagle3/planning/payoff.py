@@ -75,15 +75,6 @@ def surface(
     ]
 
 
-def best_cells(cells: Sequence[Cell]) -> list[Cell]:
-    """For each context and batch, ascending, the cell with the highest speed-up, which may be below 1."""
-    best: dict[tuple[int, int], Cell] = {}
-    for cell in cells:
-        place = (cell.context, cell.batch)
-        best[place] = max(best.get(place, cell), cell, key=lambda each: each.speed_up)
-    return [best[place] for place in sorted(best)]
-
-
 class Range(NamedTuple):
     """A range of contexts in tokens; None for an end that is beyond the contexts judged."""
 
@@ -94,14 +85,6 @@ class Range(NamedTuple):
         if self.low is None:
             return "at all judged contexts" if self.high is None else f"up to about {self.high:,.0f} tokens"
         return f"from about {self.low:,.0f} tokens" + ("" if self.high is None else f" to about {self.high:,.0f}")
-
-
-def where_it_pays(cells: Sequence[Cell]) -> dict[int, list[Range]]:
-    """For each batch, ascending, the contexts at which drafting pays with the best number of draft tokens; none if it
-    pays nowhere. Between two of them, the best speed-up is taken to be linear in the logarithm of the context."""
-    best = best_cells(cells)
-    batches = sorted({cell.batch for cell in best})
-    return {batch: paying_ranges([cell for cell in best if cell.batch == batch]) for batch in batches}
 
 
 def paying_ranges(cells: Sequence[Cell]) -> list[Range]:
@@ -144,19 +127,24 @@ class PayOff:
     def is_estimated(self) -> bool:
         return self.source.startswith(ESTIMATED)
 
-    @property
-    def longest_chain(self) -> int:
-        return max(cell.drafts for cell in self.cells)
-
     @computed_field
     @property
     def best(self) -> list[Cell]:
-        return best_cells(self.cells)
+        """For each context and batch, ascending, the cell with the highest speed-up, which may be below 1."""
+        best: dict[tuple[int, int], Cell] = {}
+        for cell in sorted(self.cells, key=lambda each: -each.speed_up):
+            best.setdefault((cell.context, cell.batch), cell)
+        return [best[place] for place in sorted(best)]
 
     @computed_field
     @property
     def paying(self) -> dict[int, list[Range]]:
-        return where_it_pays(self.cells)
+        """For each batch, ascending, the contexts at which drafting pays with the best number of draft tokens; none if
+        it pays nowhere. Between two of them, the best speed-up is taken to be linear in the logarithm of the
+        context."""
+        best = self.best
+        batches = sorted({cell.batch for cell in best})
+        return {batch: paying_ranges([cell for cell in best if cell.batch == batch]) for batch in batches}
 
     @cached_property
     def tiers(self) -> list[Tier]:
@@ -180,11 +168,12 @@ class PayOff:
         return "drafting pays " + ", ".join(f"{where} (batch {', '.join(its)})" for where, its in batches.items())
 
     def lines(self) -> list[str]:
-        longest = [cell for cell in self.cells if cell.drafts == self.longest_chain]
+        most = max(cell.drafts for cell in self.cells)
+        longest = [cell for cell in self.cells if cell.drafts == most]
         return [
             f"speed-up with the best number of draft tokens (in brackets), {self.source}",
             *aligned(self.speed_up_table()),
-            f"break-even acceptance length of {counted(self.longest_chain, 'draft token')}",
+            f"break-even acceptance length of {counted(most, 'draft token')}",
             *aligned(by_context_and_batch(longest, lambda cell: f"{cell.break_even:.2f}")),
             self.verdict(),
         ]

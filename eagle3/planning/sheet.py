@@ -4,6 +4,7 @@ A forward takes the longer of two times, that of reading weights and keys and th
 each layer. What an engine adds (scheduling, sampling, building a tree) is left out, and nothing here was measured.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,45 +97,37 @@ class SheetCosts:
 
     def verifying(self, batch: int, tokens: int, context: int) -> float:
         target, total = self.target, batch * tokens
-        pairs = sum(total * seen(context, kind.window) * kind.layers * kind.flops for kind in target.keys)
-        keys = self._target_keys(batch, context)
+        keys, pairs = self._attention(target.keys, batch, total, context)
         return self._seconds(target.layers, target.weight_bytes(total), keys, total * target.token_flops + pairs)
 
     def drafting(self, batch: int, drafts: int, context: int) -> float:
         """fc reads the verified tokens' states once, and each draft token takes a forward of the draft's one layer and
         head."""
-        draft, weights = self.draft, Weights.of(self.draft, 1)
-        pairs = 4 * batch * seen(context, draft.window) * draft.num_attention_heads * draft.head_dim
+        weights = Weights.of(self.draft, 1)
+        keys, pairs = self._attention([self._draft_layer], batch, batch, context)
         of_step = weights.project + weights.finish + weights.head
         first = self._seconds(1, ITEMSIZE * weights.entry, 0, 2 * batch * (drafts + 1) * weights.entry)
-        step = self._seconds(1, ITEMSIZE * of_step, self._draft_keys(batch, context), 2 * batch * of_step + pairs)
+        step = self._seconds(1, ITEMSIZE * of_step, keys, 2 * batch * of_step + pairs)
         return first + drafts * step
 
     def fits(self, batch: int, context: int) -> bool:
         """Whether the GPUs hold the weights of both models, and the keys of such a batch."""
         weights = self.target.common_bytes + self.target.expert_bytes + ITEMSIZE * Weights.of(self.draft, 1).trained
-        keys = self._target_keys(batch, context) + self._draft_keys(batch, context)
+        keys, _ = self._attention([*self.target.keys, self._draft_layer], batch, 0, context)
         return weights / self.gpus + keys <= self.gpu.memory * self.gpu.usable
 
-    def _target_keys(self, batch: int, context: int) -> float:
-        """Bytes of keys and values of the target on one GPU, which are divided by heads."""
-        return sum(
-            batch * seen(context, kind.window) * kind.layers * kind.bytes / min(self.gpus, kind.heads)
-            for kind in self.target.keys
-        )
+    @property
+    def _draft_layer(self) -> KeyLayers:
+        draft = self.draft
+        heads, pair = draft.num_key_value_heads, 4 * draft.num_attention_heads * draft.head_dim
+        return KeyLayers(1, 2 * heads * draft.head_dim * ITEMSIZE, heads, pair, draft.window)
 
-    def _draft_keys(self, batch: int, context: int) -> float:
-        """Bytes of keys and values that the draft reads on one GPU."""
-        heads = self.draft.num_key_value_heads
-        return (
-            batch
-            * seen(context, self.draft.window)
-            * 2
-            * heads
-            * self.draft.head_dim
-            * ITEMSIZE
-            / min(self.gpus, heads)
-        )
+    def _attention(self, layers: Sequence[KeyLayers], batch: int, tokens: int, context: int) -> tuple[float, float]:
+        """Bytes of the layers' keys and values on one GPU, which are divided by heads, and products of so many tokens
+        with them."""
+        reach = [(kind, seen(context, kind.window) * kind.layers) for kind in layers]
+        read = sum(batch * many * kind.bytes / min(self.gpus, kind.heads) for kind, many in reach)
+        return read, sum(tokens * many * kind.flops for kind, many in reach)
 
     def _seconds(self, layers: int, weight_bytes: float, key_bytes: float, flops: float) -> float:
         """weight_bytes, flops: of all GPUs; key_bytes: of one."""

@@ -8,7 +8,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.planning.costs import Forward, ForwardCost, MeasuredCosts, Timing, fit_cost, non_negative
 from eagle3.planning.gpus import GPUS, gpu_named
-from eagle3.planning.payoff import Cell, PayOff, best_cells, surface, where_it_pays
+from eagle3.planning.payoff import Cell, PayOff, surface
 from eagle3.planning.sheet import ITEMSIZE, ServedTarget, SheetCosts
 from eagle3.targets.facts import read_facts
 
@@ -39,16 +39,16 @@ def test_a_cell_is_its_tokens_over_what_they_cost_relative_to_plain_decoding():
 
 
 def test_the_best_number_of_draft_tokens_and_where_drafting_pays():
-    cells = surface(ByHand(), SHARES, (1, 2, 16))
-    best = {(cell.context, cell.batch): (cell.drafts, cell.speed_up) for cell in best_cells(cells)}
+    pay_off = PayOff("by hand", surface(ByHand(), SHARES, (1, 2, 16)))
+    best = {(cell.context, cell.batch): (cell.drafts, cell.speed_up) for cell in pay_off.best}
     assert best[1000, 1] == (2, pytest.approx(2.3 / 1.4)) and best[4000, 1] == (1, pytest.approx(1.6 / 1.5))
-    always, until, never = where_it_pays(cells).values()
+    always, until, never = pay_off.paying.values()
     assert (always, never) == ([(None, None)], [])
     # Two conversations gain 1.5 - 2.3/1.6 at 1,000 tokens, and lose 1 - 1.6/1.9 at 4,000, two doublings later.
     high, low = max(1.8 / 1.3, 2.3 / 1.6), 1.6 / 1.9
     ((start, end),) = until
     assert start is None and end == pytest.approx(1000 * 2 ** (2 * (high - 1) / (high - low)))
-    lines = PayOff("by hand", cells).lines()
+    lines = pay_off.lines()
     until_about = f"up to about {end:,.0f} tokens (batch 2)"
     assert lines[-1] == f"drafting pays at all judged contexts (batch 1), {until_about}, nowhere (batch 16)"
     assert lines[3].split()[:3] == ["4,000", "1.07", "(1)"]
@@ -57,12 +57,12 @@ def test_the_best_number_of_draft_tokens_and_where_drafting_pays():
 def test_drafting_may_pay_from_a_context_on_and_again():
     """Speed-ups that cross 1 half-way between two contexts: at the square root of 2 times the first."""
     gains = {1000: 0.5, 2000: 1.5, 4000: 0.5, 8000: 1.5}
-    cells = [Cell(context, 1, 1, gain, 1.0) for context, gain in gains.items()]
-    first, second = where_it_pays(cells)[1]
+    pay_off = PayOff("by hand", [Cell(context, 1, 1, gain, 1.0) for context, gain in gains.items()])
+    first, second = pay_off.paying[1]
     assert first == pytest.approx((2**0.5 * 1000, 2**0.5 * 2000))
     assert second == (pytest.approx(2**0.5 * 4000), None)
     pays = "from about 1,414 tokens to about 2,828 and from about 5,657 tokens"
-    assert PayOff("by hand", cells).verdict() == f"drafting pays {pays} (batch 1)"
+    assert pay_off.verdict() == f"drafting pays {pays} (batch 1)"
 
 
 def test_fitted_costs_are_those_that_the_times_were_made_with():
