@@ -33,7 +33,7 @@ class SpeculativeOutput(NamedTuple):
 
     tokens: list[int]  # the new tokens
     verifications: list[Verification]  # all of them; the last one may reach beyond `tokens`
-    # Seconds as `Laps` measures them, prefill left out: of the draft reading what was verified, of its chains, and of
+    # Seconds by `_now`, prefill left out: of the draft reading what was verified, of its chains, and of
     # verifying them. Empty if nothing was verified.
     seconds: tuple[float, ...] = ()
 
@@ -45,27 +45,15 @@ class PlainOutput(NamedTuple):
     candidates: Tensor  # [N, C] int64: the best tokens of each position, best first
     logits: Tensor  # [N, C] fp32: their logits
     resolution: Tensor  # [N] fp32: logits closer than this are a tie (see `tie_resolution`)
-    seconds: float  # of N - 1 steps, without the prefill, as `Laps` measures them
+    seconds: float  # of N - 1 steps by `_now`, without the prefill
 
 
-class Laps:
-    """Measures the time between calls: processor seconds on a CPU, which other jobs change less, and seconds on a GPU,
-    whose work is waited for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.began = self._now()
-
-    def lap(self) -> float:
-        """Seconds since the last call."""
-        before, self.began = self.began, self._now()
-        return self.began - before
-
-    def _now(self) -> float:
-        if self.device.type == "cpu":
-            return time.process_time()
-        torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+def _now(device: torch.device) -> float:
+    """Processor seconds on a CPU, which other jobs change less; seconds on a GPU, whose work is waited for."""
+    if device.type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 class TargetSession:
@@ -115,12 +103,12 @@ def speculative(
     with target.captured_layers() as captured:
         first = rule.draw(session.forward(prompt, rows=1)).tokens
         aux, next_tokens = _aux(captured, target), torch.cat((prompt[1:], first))
-        tokens, clock = first.tolist(), Laps(target.device)
+        tokens, began = first.tolist(), _now(target.device)
         while len(tokens) < new_tokens and tokens[-1] not in ends:
             drafter.extend(aux, next_tokens)
-            extended = clock.lap()
+            extended = _now(target.device)
             proposal = drafter.propose(draft_tokens, rule)
-            proposed = clock.lap()
+            proposed = _now(target.device)
             logits = session.forward(torch.cat((next_tokens[-1:], proposal.tokens)), rows=draft_tokens + 1)
             drafts, accepted, added = rule.verify(proposal, logits)
             session.forget(draft_tokens - accepted)
@@ -128,7 +116,9 @@ def speculative(
             end = next((place for place, token in enumerate(added, 1) if token in ends), len(added))
             verifications.append(Verification(drafts, min(accepted, end), added[:end]))
             tokens += added[:end]
-            laps.append((extended, proposed, clock.lap()))
+            verified = _now(target.device)
+            laps.append((extended - began, proposed - extended, verified - proposed))
+            began = verified
     return SpeculativeOutput(tokens[:new_tokens], verifications, tuple(map(sum, zip(*laps, strict=True))))
 
 
@@ -141,11 +131,11 @@ def plain_decoding(
     ends, session = end_tokens(target), TargetSession(target, can_forget=False)
     row, tokens, candidates, seconds = prompt.to(target.device), [], [], []
     while len(tokens) < new_tokens and ends.isdisjoint(tokens[-1:]):
-        clock = Laps(target.device)
+        began = _now(target.device)
         logits = session.forward(row, rows=1)
         row = (rule or Greedy()).draw(logits).tokens
         tokens += row.tolist()
-        seconds.append(clock.lap())
+        seconds.append(_now(target.device) - began)
         best = logits[0].float().topk(min(CANDIDATES, logits.shape[1]))
         # A model that converts its logits to a wider dtype does not make them more exact.
         rounded = logits[0].to(target.head.embedding.dtype)

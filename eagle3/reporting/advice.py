@@ -33,7 +33,7 @@ class Advice(NamedTuple):
     keys: tuple[str, ...]  # recipe keys to change
 
 
-# Kind of reason for leaving out rows -> what to do, and the keys. The kind None is for runs that do not record kinds.
+# Kind of reason for leaving out rows -> what to do, and the keys.
 LEFT_OUT = {
     "malformed": ("Malformed rows: correct them, by the reasons under Data.", ("data.malformed",)),
     "too_large": ("Rows that are too large: cut each into several.", ("data.malformed", "data.too_long")),
@@ -45,7 +45,6 @@ LEFT_OUT = {
         "Rows with nothing to learn from: look at the reasons under Data, and at the chat template.",
         ("data.unusable", "data.chat_template"),
     ),
-    None: ("See the reasons under Data.", ("data.malformed", "data.unusable", "data.too_long")),
 }
 
 
@@ -152,7 +151,7 @@ def _left_out(run: RunRecord) -> Iterator[Advice]:
         return
     counts = Counter({"too_long": truncated})
     for reason, count in read["dropped"].items():
-        counts[read.get("kinds", {}).get(reason)] += count
+        counts[read["kinds"][reason]] += count
     met = [remedy for kind, remedy in LEFT_OUT.items() if counts[kind]]
     yield Advice(
         f"Of {read['rows']:,} rows {dropped:,} were dropped and {truncated:,} truncated.",

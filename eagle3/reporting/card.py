@@ -15,25 +15,14 @@ from eagle3.reporting.markdown import (
     Table,
     escaped,
     fenced_command,
-    layout_in_words,
     one_line,
-    spans_in_words,
     template,
     versions_in_words,
 )
-from eagle3.reporting.record import RunRecord, hub_id_of, read_run, source_name, target_name
+from eagle3.reporting.record import RunRecord, hub_id_of, read_run, target_name
 from eagle3.targets.sglang.version import why_not_served
 
 VERSIONS = ("eagle3-recipes", "torch", "deepspeed", "megatron-core", "transformers")
-AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"  # vLLM reads this key at the top level, SGLang in eagle_config
-FROM_RECIPE = (
-    ("samples a step", "training.global_batch_size", "{:,}"),
-    ("TTT steps", "training.ttt_steps", "{}"),
-    ("loss", "training.loss", "{}"),
-    ("weight of a TTT step", "training.step_decay", "{} of the one before"),
-    ("learning rate", "training.learning_rate", "{}"),
-    ("longest sample allowed", "data.max_length", "{:,} tokens"),
-)
 SEAL = "\n<!-- written from the run's files; sha256 of the lines above: "
 
 
@@ -78,47 +67,9 @@ def card_text(run: RunRecord) -> str:
         card_data=Markdown(data.to_yaml()),
         target=target_name(run),
         hub_id=hub_id,
-        facts=_facts(run),
-        training=_training(run),
+        versions=versions_in_words(run.started.get("versions", {}), VERSIONS),
         **_serving(run, hub_id or "TARGET"),
     )
-
-
-def _facts(run: RunRecord) -> dict[str, str]:
-    draft, started, window = run.draft, run.started, run.draft.get("sliding_window")
-    rope, layers = draft.get("rope_parameters") or {}, (draft.get("eagle_config") or {}).get(AUX_LAYERS)
-    of, coverage = started.get("target"), started.get("vocabulary", {}).get("coverage")
-    facts = {
-        "target": target_name(run),
-        "the target's class": of and f"{of['architecture']}, {of['layers']} layers of {of['hidden_size']}",
-        "layers read (0-based)": ", ".join(map(str, layers or [])),
-        "trained weights": started and f"{started['draft']['parameters']:,}",
-        "draft vocabulary": f"{draft['draft_vocab_size']:,} of {draft['vocab_size']:,} tokens"
-        + (f", {coverage:.2%} of the supervised ones in training" if started else ""),
-        "context": f"{draft['max_position_embeddings']:,} tokens",
-        "attention": window and f"the last {window:,} keys, a query's own included, in training and so in serving",
-        "rope": rope.get("rope_type", "default") + (f" x{rope['factor']:g}" if rope.get("factor") else ""),
-        "number format": str(draft.get("dtype") or draft.get("torch_dtype")),
-    }
-    return {name: text for name, text in facts.items() if text}
-
-
-def _training(run: RunRecord) -> dict[str, str]:
-    pace, spans, train = run.pace, run.key("data.spans"), run.started.get("data", {}).get("train")
-    settings = ((name, run.key(key), text) for name, key, text in FROM_RECIPE)
-    rows = {
-        "data": ", ".join(map(source_name, run.key("data.train") or [])),
-        "samples": train
-        and f"{train['samples']:,} with {train['tokens']:,} tokens, {train['supervised']:,} supervised; the longest "
-        f"has {train['longest']:,}",
-        "learnt from": spans and spans_in_words(spans),
-        "steps": run.train and f"{len(run.train):,}",
-        "seen": run.train and f"{pace.tokens:,} tokens, {pace.supervised:,} supervised",
-        **{name: text.format(value) for name, value, text in settings if value is not None},
-        "layout": layout_in_words(run.started.get("layout", {})),
-        "made with": versions_in_words(run.started.get("versions", {}), VERSIONS),
-    }
-    return {name: text for name, text in rows.items() if text}
 
 
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:

@@ -270,18 +270,12 @@ def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
         return None
     all_edges = [np.array(histogram["edges"]) for histogram in known.values()]
     least, most = min(edges[0] for edges in all_edges), max(edges[-1] for edges in all_edges)
-    grow = any(edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0]) for edges in all_edges)  # whether bins grow
-    logarithmic = 0 < 2 * least <= most and grow
-    middles = [np.sqrt(edges[1:] * edges[:-1]) if logarithmic else (edges[1:] + edges[:-1]) / 2 for edges in all_edges]
-    shares = [np.array(histogram["counts"], float) / max(1, sum(histogram["counts"])) for histogram in known.values()]
     series = [
-        Series(label, at, of_samples, colour, "stairs", edges=edges)
-        for (label, colour), at, of_samples, edges in zip(
-            map(parts.get, known), middles, shares, all_edges, strict=True
-        )
+        Series(label, edges, np.array(histogram["counts"]) / sum(histogram["counts"]), colour, "stairs")
+        for (label, colour), edges, histogram in zip(map(parts.get, known), all_edges, known.values(), strict=True)
     ]
     label, highest = "tokens of a sample", 1.05 * max(each.y.max() for each in series)
-    if logarithmic:
+    if any(edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0]) for edges in all_edges):  # bins that grow
         powers = 2.0 ** np.arange(np.ceil(np.log2(least)), np.floor(np.log2(most)) + 1)
         axis = context_axis(label, powers)._replace(low=least, high=most)
     else:
@@ -290,7 +284,7 @@ def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
     longest = max(data[part]["longest"] for part in known)
     alt = f"Histogram of {title.lower()}: the longest has {longest:,} tokens."
     about = "After truncation; by the middle of each bin."
-    return Plot(name, title, about, alt, axis, share_axis("of samples", highest or 1.0), series)
+    return Plot(name, title, about, alt, axis, share_axis("of samples", highest), series)
 
 
 # File name, title, key in metrics.jsonl, and the function that draws it. In the order of the page, as below.
@@ -346,6 +340,6 @@ def charts(run: RunRecord) -> Iterator[Plot | Absent]:
 
 def _or_absent(plot: Plot | None, name: str, title: str, why: str) -> Plot | Absent:
     curves = [each for each in plot.series if each.look != "rule"] if plot else []
-    if any(each.edges is not None or np.isfinite(each.y).sum() > 1 for each in curves):
+    if any(each.look == "stairs" or np.isfinite(each.y).sum() > 1 for each in curves):
         return plot
     return Absent(name, title, f"one point makes no chart ({plot.alt.removesuffix('.')})" if plot else why)

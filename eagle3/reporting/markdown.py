@@ -72,6 +72,8 @@ def template(name: str, **options: Any) -> jinja2.Template:
         "base64": lambda content: base64.b64encode(content).decode(),
         "counted": counted,
         "duration": duration,
+        "layout_in_words": layout_in_words,
+        "spans_in_words": spans_in_words,
         "gib": lambda size: memory_size(size * 2**30),
         "interval": interval_text,
         "number": number,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from eagle3.planning.policy import tier_table
 from eagle3.reporting.advice import advise
 from eagle3.reporting.charts import Absent
-from eagle3.reporting.markdown import layout_in_words, summary, template
+from eagle3.reporting.markdown import summary, template
 from eagle3.reporting.plot import Plot, image
 from eagle3.reporting.record import RunRecord, target_name
 
@@ -21,5 +21,4 @@ def page(run: RunRecord, plots: Sequence[Plot | Absent]) -> str:
         advice=advise(run),
         summary=summary(run),
         tier_table=tier_table,
-        layout_in_words=layout_in_words,
     )

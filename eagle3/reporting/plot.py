@@ -59,7 +59,7 @@ class Series(NamedTuple):
     """One series of a plot."""
 
     label: str
-    x: np.ndarray  # [n]
+    x: np.ndarray  # [n]; of a histogram the edges [n + 1] of its bins
     y: np.ndarray  # [n], nan if there is no value
     colour: str
     # line, pale, dashed: curves; rule: a level that is the same everywhere; dots: points without a curve; stairs: a
@@ -67,7 +67,6 @@ class Series(NamedTuple):
     look: Look = "line"
     dotted: bool = False  # whether a curve's points are drawn
     band: np.ndarray | None = None  # [n, 2], band around y
-    edges: np.ndarray | None = None  # [n + 1], edges of a histogram's bins around x
     group: str = ""  # series in a group are read together, for example those for training or for held-out text
 
 
@@ -237,8 +236,8 @@ def _look(series: Series, place: int = 0) -> dict:
 
 def _draw(axes: Axes, series: Series, place: int) -> None:
     if series.look == "stairs":
-        axes.stairs(series.y, series.edges, color=series.colour, fill=True, alpha=0.25)
-        axes.stairs(series.y, series.edges, color=series.colour, linewidth=1.4)
+        axes.stairs(series.y, series.x, color=series.colour, fill=True, alpha=0.25)
+        axes.stairs(series.y, series.x, color=series.colour, linewidth=1.4)
         return
     if series.band is not None:
         axes.fill_between(series.x, *series.band.T, color=series.colour, alpha=0.18, linewidth=0)

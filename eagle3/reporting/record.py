@@ -180,11 +180,10 @@ def column(records: Sequence[Record], name: str) -> np.ndarray:
     return np.array([record.get(name) for record in records], np.float64)
 
 
-def columns(records: Sequence[Record], name: str, least: int = 0) -> np.ndarray:
-    """A list of numbers from each record: float64 [records, longest list or `least`], nan where a list has no
-    number."""
+def columns(records: Sequence[Record], name: str) -> np.ndarray:
+    """A list of numbers from each record: float64 [records, longest list], nan where a list has no number."""
     lists = [record.get(name) or [] for record in records]
-    table = np.full((len(lists), max([least, *map(len, lists)])), np.nan)
+    table = np.full((len(lists), max(map(len, lists), default=0)), np.nan)
     for row, values in zip(table, lists, strict=True):
         row[: len(values)] = values
     return table

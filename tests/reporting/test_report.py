@@ -430,9 +430,7 @@ TROUBLES = {
         "model.draft.vocab_size",
     ),
     "left out": (
-        lambda run: _with_started(
-            run, prepared={"rows": 1000, "truncated": 20, "dropped": {"empty": 31}, "empty_answers": 0}
-        ),
+        lambda run: _with_started(run, prepared=_prepared(20, dropped={"empty": 31}, kinds={"empty": "too_long"})),
         "31 were dropped",
         "data.too_long",
     ),
@@ -516,7 +514,8 @@ def test_what_was_left_out_is_answered_by_its_reasons_alone(run):
 
 def test_malformed_rows_and_empty_answers_stand_in_the_section_on_data(run):
     left_out = {"malformed row (unknown role)": 310}
-    _with_started(run, prepared={"rows": 1000, "truncated": 0, "dropped": left_out, "empty_answers": 4711})
+    kinds = dict.fromkeys(left_out, "malformed")
+    _with_started(run, prepared=_prepared(dropped=left_out, kinds=kinds) | {"empty_answers": 4711})
     page = render(run)
     assert "4,711" in page.text and "Dropped (training): 310 for malformed row (unknown role)." in page.text
     assert "data.malformed" in page.text
