@@ -38,8 +38,6 @@ class Reading(NamedTuple):
     def aux(self, text: WrittenText) -> Tensor:
         """The auxiliary states [T, 3Ht] that the draft reads."""
         states = torch.cat([text.states[layer] for layer in self.exported.config.aux_layers], -1)
-        if not self.shift:
-            return states
         rows = torch.arange(len(states)) - self.shift
         return states[rows.clamp(0, len(states) - 1)]
 

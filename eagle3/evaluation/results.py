@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from importlib.metadata import version
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from pydantic import TypeAdapter, computed_field
@@ -82,7 +82,7 @@ class SpeculativeResult:
     timing: Timing | None = field(default=None, compare=False)  # None if nothing was timed
 
     @classmethod
-    def over(cls, decoded: Sequence[CountedConversation], draws: int = 0, **others: Any) -> "SpeculativeResult":
+    def over(cls, decoded: Sequence[CountedConversation], draws: int = 0, **others: Any) -> Self:
         """Sum up the conversations. draws: seed of the bootstrap. others: a subclass's own fields. Raises UserError if
         every conversation ends with its first token, because then nothing was verified."""
         verifications = sum(each.verifications for each in decoded)

@@ -229,7 +229,8 @@ class _Rank:
         tile = min(KEY_BLOCK, self.share.longest), min(QUERY_BLOCK, self.share.queries)
         widths = (draft.num_key_value_heads, draft.num_attention_heads)
         # Gradients of a block's keys, values and queries; in half precision a CPU holds fp32 copies of all of them.
-        working = sum(n * w for n, w in zip(tile, widths, strict=True)) * exact * (4 if planned.widens else 2)
+        copies = 4 if size < exact and planned.device == "cpu" else 2
+        working = sum(n * w for n, w in zip(tile, widths, strict=True)) * exact * copies
         split = sizes.tensor * sizes.ulysses
         if planned.device == "cuda" and size < exact and sizes.ring == 1:
             # One block of all queries and keys (unless it is too long), a few heads at a time, and the kernel's own

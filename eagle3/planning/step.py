@@ -112,11 +112,6 @@ class Planned:
         return max(4, self.dtype.itemsize)
 
     @property
-    def widens(self) -> bool:
-        """Whether half-precision operations run on fp32 copies."""
-        return self.device == "cpu" and self.itemsize < 4
-
-    @property
     def weights(self) -> "Weights":
         """The number of weights on one tensor-parallel rank."""
         return Weights.of(self.draft, self.sizes.tensor)

@@ -50,18 +50,8 @@ LEFT_OUT = {
 
 def advise(run: RunRecord) -> list[Advice]:
     """Everything that looks wrong. A check finds nothing if the folder lacks its numbers."""
-    checks = (
-        _lossy,
-        _diverged,
-        _unlearnt,
-        _skipped,
-        _supervised,
-        _coverage,
-        _left_out,
-        _overfitted,
-        _far_from_held_out,
-        _falls_with_context,
-    )
+    of_data = (_supervised, _coverage, _left_out) if run.started else ()
+    checks = (_lossy, _diverged, _unlearnt, _skipped, *of_data, _overfitted, _far_from_held_out, _falls_with_context)
     return [advice for check in checks for advice in check(run)]
 
 
@@ -113,8 +103,6 @@ def _skipped(run: RunRecord) -> Iterator[Advice]:
 
 
 def _supervised(run: RunRecord) -> Iterator[Advice]:
-    if not run.started:
-        return
     data = run.started["data"]["train"]
     tokens, supervised = data["tokens"], data["supervised"]
     if supervised < LEAST_SUPERVISED * tokens:
@@ -133,7 +121,7 @@ def _supervised(run: RunRecord) -> Iterator[Advice]:
 
 
 def _coverage(run: RunRecord) -> Iterator[Advice]:
-    vocabulary = run.started.get("vocabulary", {"coverage": 1.0})
+    vocabulary = run.started["vocabulary"]
     if (share := vocabulary["coverage"]) < LEAST_COVERAGE:
         yield Advice(
             f"The draft vocabulary of {vocabulary['size']:,} tokens covers {share:.1%} of the supervised ones.",
@@ -143,7 +131,7 @@ def _coverage(run: RunRecord) -> Iterator[Advice]:
 
 
 def _left_out(run: RunRecord) -> Iterator[Advice]:
-    read = run.started and run.started["data"]["train"].get("prepared")
+    read = run.started["data"]["train"].get("prepared")
     if not read:
         return
     dropped, truncated = sum(read["dropped"].values()), read["truncated"]
