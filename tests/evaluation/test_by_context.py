@@ -4,7 +4,7 @@ launcher from end to end."""
 import json
 import re
 import sys
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.intervals import ratio_intervals
 from eagle3.evaluation.prompts import ContextPrompts, prompt_contexts, sample_contexts
 from eagle3.evaluation.results import (
-    BestRate,
     Conditions,
     ContextAcceptance,
     ContextJudgement,
@@ -407,7 +406,7 @@ def test_the_best_number_of_draft_tokens_is_decoded_with_where_it_pays():
     judged = replace(judged, pay_off=[PayOff("by hand", cells)])
     (best,) = best_rates(judged, Decoding(3, 64), buckets, judge_with)
     assert asked == [(1, [512])]
-    assert best == BestRate(512, 1, pytest.approx(2 / 1.25), pytest.approx(2 / 1.8), 1.0)
+    assert astuple(best) == (512, 1, pytest.approx(2 / 1.25), pytest.approx(2 / 1.8), 1.0)
     lines = replace(judged, best=[best]).lines()
     assert lines[-1].split() == ["512", "1", "1.6", "1.1", "1.0"]
 
