@@ -166,9 +166,8 @@ def write_samples(folder: Path, options: argparse.Namespace) -> None:
             share = RequestRows(ticket, 0, 0, 0, selection)
             writer.take(share, sample.ids, Rows(rows.aux, rows.teacher[selection.taught]))
         writer.thread.shutdown()
-        for path in spool.path.glob("shard-*"):
-            if path.suffix in (".json", ".safetensors"):
-                path.rename(folder / path.name)
+        for path in spool.path.glob("*.safetensors"):
+            path.rename(folder / path.name)
 
 
 def _serve(work: Path, told: Any) -> None:
@@ -182,8 +181,7 @@ def _serve(work: Path, told: Any) -> None:
 
         def do_POST(self) -> None:
             ticket = Ticket.parse(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["rid"])
-            for name in (ticket.shard, ticket.index):
-                os.link(work / "template" / name, work / "spool" / ticket.job / name)
+            os.link(work / "template" / ticket.shard, work / "spool" / ticket.job / ticket.shard)
             self._answer({"meta_info": {"finish_reason": {"type": "length"}, "prompt_tokens": ticket.tokens}})
 
         def _answer(self, body: dict[str, Any]) -> None:

@@ -87,7 +87,7 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
     encoding = Encoding("none", "bfloat16", draft.target_hidden_size, **chosen)
     head = torch.randn(draft.vocab_size, draft.target_hidden_size, generator=torch.Generator().manual_seed(1))
     with tempfile.TemporaryDirectory() as folder:
-        with StoreWriter(folder, PROVENANCE, encoding, report=_nothing) as writer:
+        with StoreWriter(folder, PROVENANCE, encoding) as writer:
             writer.add(sample.id, ids, mask, random_states(tokens, draft.target_hidden_size))
         stored = sum(path.stat().st_size for path in Path(folder).iterdir())
         provenance = {**PROVENANCE, "codec": "none", "dtype": "bfloat16", **chosen}
@@ -137,10 +137,6 @@ def random_states(tokens: int, hidden: int) -> Iterator:
         rows = min(PART, tokens - start)
         aux, last = (torch.randn(rows, width, generator=generator).bfloat16() for width in (3 * hidden, hidden))
         yield Rows(aux, LastHidden(last, torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)))
-
-
-def _nothing(line: str) -> None:
-    pass
 
 
 def _markdown(document: dict[str, Any]) -> str:

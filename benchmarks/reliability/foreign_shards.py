@@ -1,4 +1,4 @@
-"""Shards and indexes of another target's store, put into a store; then training from it, capture into it, or its check.
+"""Shards of another target's store, put into a store; then training from it, capture into it, or its check.
 
 Both stores hold the same samples, cut into the same shards, with the same codec and number format.
 """
@@ -13,15 +13,15 @@ import numpy as np
 from ground import Ground, contents, loss_of, require, run_difference
 from tries import Case, Verdict, crashed, judge, warned
 
-TRIES = 40
+TRIES = 24
 LOGITS = "target.teacher=logits"
 KINDS = ("other weights", "one weight changed", "other aux layers", "other draft vocabulary")
-MANNERS = ("over one of its own", "beside its own", "in place of one", "index alone", "shard alone")
+MANNERS = ("over one of its own", "beside its own", "in place of one")
 USES = ("train", "capture", "verify")
 
 
 def cases(ground: Ground, dice: random.Random) -> Iterator[Case]:
-    """40 of the 60 combinations, each with a shard by chance."""
+    """24 of the 36 combinations, each with a shard by chance."""
     combinations = list(itertools.product(KINDS, MANNERS, USES))
     for number, (kind, manner, use) in enumerate(dice.sample(combinations, TRIES)):
         place = dice.random()
@@ -89,19 +89,11 @@ def mix(ground: Ground, kind: str, manner: str, use: str, place: float) -> Verdi
     folder = ground.empty("foreign_shards")
     store = folder / "store"
     shutil.copytree(whole / "store", store)
-    number = int(place * len(list(store.glob("shard-*.json"))))
-    own, other = (sorted(one.glob("shard-*.json"))[number] for one in (store, foreign))
-    pairs = [(other, own), (other.with_suffix(".safetensors"), own.with_suffix(".safetensors"))]
-    if manner in ("beside its own", "in place of one"):
-        pairs = [(source, store / source.name) for source, _ in pairs]
+    number = int(place * len(list(store.glob("shard-*.safetensors"))))
+    own, other = (sorted(one.glob("shard-*.safetensors"))[number] for one in (store, foreign))
     if manner == "in place of one":
-        own.unlink(), own.with_suffix(".safetensors").unlink()
-    if manner == "index alone":
-        pairs = pairs[:1]
-    elif manner == "shard alone":
-        pairs = pairs[1:]
-    for source, target in pairs:
-        shutil.copyfile(source, target)
+        own.unlink()
+    shutil.copyfile(other, own if manner == "over one of its own" else store / other.name)
     before = contents(store)
     words = [f"hidden_states.path={store}", f"output.dir={folder / 'run'}", *([LOGITS] if vocabulary else [])]
     recipe = whole / "recipe.yaml"

@@ -197,13 +197,12 @@ def stored_rows(store: Path) -> dict[str, dict[str, np.ndarray]]:
     from safetensors.numpy import load_file
 
     rows: dict[str, dict[str, np.ndarray]] = {}
-    for index in sorted(store.glob("shard-*.json")):
-        tensors = load_file(index.with_suffix(".safetensors"))
+    for shard in sorted(store.glob("shard-*.safetensors")):
+        tensors = load_file(shard)
         width = tensors["last"].shape[1] * 4
-        for entry in json.loads(index.read_text(encoding="utf-8"))["samples"]:
+        for entry in json.loads(tensors["index"].tobytes())["samples"]:
             own = slice(entry["row"], entry["row"] + entry["tokens"])
-            chunk = entry["last_chunk"]
-            first = int(tensors["last_ends"][chunk - 1]) // width if chunk else 0
+            first = int(tensors["last_edges"][entry["last_chunk"]]) // width
             parts = {name: tensors[name][own] for name in ("ids", "loss_mask", "argmax", "logsumexp", "aux")}
             rows.setdefault(entry["id"], parts | {"last": tensors["last"][first : first + entry["taught"]]})
     return rows

@@ -83,7 +83,6 @@ def fill(
                 record=capture_record(job),
                 part=alone,
                 shard_tokens=job.recipe.hidden_states.shard_tokens,
-                report=console,
             )
         )
     with store as writer:

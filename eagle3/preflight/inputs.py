@@ -105,7 +105,9 @@ def require_weights(target: str) -> None:
 def require_store(path: str) -> None:
     """Raises UserError for a folder without a store. Problems with a damaged store, or with one on the network, are
     reported only when that store is opened."""
-    if not is_url(path) and not any(name.endswith(".json") for name in LocalFiles(Path(path)).sizes()):
+    if not is_url(path) and not any(
+        name.startswith(("shard-", "store.json")) for name in LocalFiles(Path(path)).names()
+    ):
         raise no_store(path)
 
 

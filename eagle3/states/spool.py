@@ -4,8 +4,7 @@
     SPOOL/JOB/reserve               given up for a SHARD.failed if the disk is full
     SPOOL/JOB/SHARD.wanted          says which rows of a sample are wanted; there from its request to its removal, so
                                     that a sample which comes too late is recognised and dropped
-    SPOOL/JOB/SHARD.safetensors     one sample, in the store's format
-    SPOOL/JOB/SHARD.json            its index; written last, so an index means a complete sample
+    SPOOL/JOB/SHARD.safetensors     one sample, in the store's format; appears when it is complete
     SPOOL/JOB/SHARD.failed          says why this sample will not come
     SPOOL/JOB/SHARD.read-N          exists once reader N is done with the sample
 
@@ -36,15 +35,7 @@ from eagle3.states.capture import token_bytes
 from eagle3.states.rows import Rows
 from eagle3.states.store.files import DamagedStore, LocalFiles
 from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location, RowRequest
-from eagle3.states.store.shard import (
-    DATA_START,
-    Encoding,
-    ShardIndex,
-    index_name,
-    kept_rows,
-    seen_rows,
-    taught_rows,
-)
+from eagle3.states.store.shard import DATA_START, Encoding, kept_rows, read_index, seen_rows, taught_rows
 
 LOCK = "owner.lock"
 HELD = b"held\n"
@@ -87,10 +78,6 @@ class Ticket(NamedTuple):
         """The ticket that a request's id stands for; None if the id does not come from this project."""
         match = REQUEST.fullmatch(text)
         return match and cls(match[1], match[2], match[3], int(match[4]))
-
-    @property
-    def index(self) -> str:
-        return index_name(self.shard)
 
     def mark(self, kind: str) -> str:
         return self.shard.removesuffix(".safetensors") + f".{kind}"
@@ -186,7 +173,7 @@ class Spool(AbstractContextManager):
         """Delete a sample and its marks."""
         marks = map(ticket.mark, ("failed", *(f"read-{reader}" for reader in range(readers))))
         # First the mark: whoever publishes the sample at this moment looks for it afterwards.
-        for name in (ticket.mark("wanted"), ticket.index, ticket.shard, *marks):
+        for name in (ticket.mark("wanted"), ticket.shard, *marks):
             (self.path / name).unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -284,12 +271,12 @@ class SpoolReader:
     def __init__(self, path: Path, number: int, vocab_size: int = ANY_TOKEN) -> None:
         self.path, self.number = path, number
         self.files = LocalFiles(path)
-        self.store = HiddenStateStore(self.files, {}, {}, None, vocab_size)  # no digest: the folder belongs to one job
+        self.store = HiddenStateStore(self.files, {}, {}, vocab_size)
 
     def wait(self, ticket: Ticket) -> Location:
         """Wait until the sample is there. Raises UserError if it failed, or if the job's owner is gone."""
-        index, failure_note, last_look = self.path / ticket.index, self.path / ticket.mark("failed"), time.monotonic()
-        while not index.exists():
+        shard, failure_note, last_look = self.path / ticket.shard, self.path / ticket.mark("failed"), time.monotonic()
+        while not shard.exists():
             with suppress(FileNotFoundError):  # there is usually no note, or the owner has just removed everything
                 raise SharedUserError(failure_note.read_text(encoding="utf-8"))
             if time.monotonic() - last_look > OWNER_SECONDS:
@@ -298,15 +285,17 @@ class SpoolReader:
                 self._require_owner()
             time.sleep(POLL_SECONDS)
         try:
-            shard_index = ShardIndex.parse(index.read_bytes(), ticket.index, str(self.path))
-        except FileNotFoundError:
+            index = read_index(self.files, ticket.shard)
+        except DamagedStore:
+            if shard.exists():
+                raise
             raise self._owner_gone() from None
-        entry = shard_index.samples[0]
+        entry = index.samples[0]
         if (entry.id, entry.tokens) != (ticket.sample_id, ticket.tokens):
             raise SharedUserError(
-                f"{index}: holds another sample ({entry.id}, {entry.tokens} tokens); start the job again"
+                f"{shard}: holds another sample ({entry.id}, {entry.tokens} tokens); start the job again"
             )
-        return Location(shard_index, entry)
+        return Location(index, entry)
 
     def read(self, location: Location, aux: Tensor, teacher: Tensor) -> Rows:
         """Read rows of a sample (see `RowRequest`). Any row can be read. Raises UserError if the bytes are not those
@@ -335,13 +324,7 @@ class SpoolReader:
 
     def done(self, ticket: Ticket) -> None:
         """Mark the sample as read by this reader. It is deleted once all readers have marked it."""
-        self.forget(ticket)
         (self.path / ticket.mark(f"read-{self.number}")).touch()
-
-    def forget(self, ticket: Ticket) -> None:
-        """Release the sample's memory map: on tmpfs, a deleted file keeps its memory as long as it is mapped."""
-        self.store.forget(ticket.shard)
-        self.files.forget(ticket.shard)
 
     def _require_owner(self) -> None:
         """Raises UserError if the owner is gone. If the file system has no locks, the owner counts as alive."""

@@ -219,8 +219,7 @@ class KeepingReader(SpoolReader):
         self.keep = keep
 
     def done(self, ticket) -> None:
-        for name in (ticket.shard, ticket.index):
-            os.link(self.path / name, self.keep / name)
+        os.link(self.path / ticket.shard, self.keep / ticket.shard)
         super().done(ticket)
 
 
@@ -257,7 +256,7 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
             file.rename(folder / file.name)
         files = LocalFiles(folder)
         locations = {entry.id: Location(index, entry) for index in find_indexes(files)[0] for entry in index.samples}
-        stores.append(HiddenStateStore(files, locations, {}, None))
+        stores.append(HiddenStateStore(files, locations, {}))
     for (aux, teacher), rows_of_rank, store in zip(requested, live, stores, strict=True):
         requests = [RowRequest(one.id, a, b) for one, a, b in zip(samples, aux, teacher, strict=True)]
         for mine, other in zip(rows_of_rank, store.read(requests), strict=True):
@@ -378,7 +377,7 @@ def test_a_capture_whose_last_server_dies_keeps_every_whole_sample_and_goes_on_f
         while len(arrived) < 8:
             assert process.poll() is None, finish(process)
             # not Path.glob, which fails where a folder goes while it looks
-            arrived.update(map(os.path.basename, glob(f"{case.spool}/*/shard-*.json")))
+            arrived.update(map(os.path.basename, glob(f"{case.spool}/*/shard-*.safetensors")))
             time.sleep(0.001)
         os.killpg(only.process.pid, signal.SIGKILL)
         output = finish(process, code=2)

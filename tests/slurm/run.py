@@ -264,7 +264,7 @@ def captures_in_an_array_are_one_capture(lab: Lab) -> None:
     process = lab.run(sys.executable, ROOT / "launchers/capture.py", "--recipe", recipe, one, folder=folder)
     claim(process.returncode == 0, process.stdout)
     parts, whole = (samples(folder / name) for name in ("array", "one"))
-    claim(len(list((folder / "array").glob("shard-*.json"))) > 1, "one shard only: no second task")
+    claim(len(list((folder / "array").glob("shard-*.safetensors"))) > 1, "one shard only: no second task")
     claim(parts.keys() == whole.keys() and len(whole) > 30, f"{len(parts)} and {len(whole)} samples")
     for name, one_sample in whole.items():
         same = all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(parts[name], one_sample, strict=True))
@@ -275,9 +275,9 @@ def samples(store: Path) -> dict[str, list[torch.Tensor]]:
     """What all shards hold for each sample, by its id. (If prefilled in different batches, the last bits may
     differ.)"""
     contents = {}
-    for path in store.glob("shard-*.json"):
-        tensors, last = load_file(path.with_suffix(".safetensors")), 0
-        for sample in json.loads(path.read_text())["samples"]:
+    for path in store.glob("shard-*.safetensors"):
+        tensors, last = load_file(path), 0
+        for sample in json.loads(tensors["index"].numpy().tobytes())["samples"]:
             rows = slice(sample["row"], sample["row"] + sample["tokens"])
             taught = slice(last, last := last + sample["taught"])
             columns = [tensors[name][rows] for name in ("ids", "argmax", "loss_mask", "logsumexp", "aux")]

@@ -1,7 +1,6 @@
 """The hidden-state store: what comes out is what went in, and nothing else is read."""
 
 import dataclasses
-import json
 
 import fsspec
 import pytest
@@ -14,6 +13,7 @@ from store_cases import (
     PROVENANCE,
     assert_holds,
     check,
+    indexes,
     open_store,
     provenance_of,
     read_whole,
@@ -29,6 +29,7 @@ from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.states.loader import Reading, StoredSource
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
 from eagle3.states.store.codecs import Fp8, chunk_rows
+from eagle3.states.store.files import DamagedStore
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.states.store.shard import Encoding, taught_rows
 from eagle3.states.store.writer import Part, StoreWriter
@@ -68,9 +69,8 @@ def test_logits_in_place_of_last_hidden_states_come_back_exactly_whatever_the_co
 
 def test_the_index_of_a_store_says_how_its_rows_are_encoded(tmp_path):
     write(tmp_path, range(3))
-    (index,) = (json.loads(path.read_text()) for path in tmp_path.glob("shard-*.json"))
-    sizes = {"hidden_size": HIDDEN, "aux_layers": 3, "chunk_bytes": 65536}
-    assert index["encoding"] == {"codec": "none", "dtype": "float32", **sizes}
+    (index,) = indexes(tmp_path)
+    assert index.encoding == PLAIN
 
 
 def fp8_bound(values: torch.Tensor, hidden: int) -> torch.Tensor:
@@ -211,9 +211,8 @@ def test_hidden_states_of_other_tokens_are_refused(tmp_path, change, part):
     shard = r"shard-\w+-\d+"
     with pytest.raises(
         UserError,
-        match=rf"{shard}.safetensors: sample {samples[1].id}: .* other tokens \({part}.*\); delete {shard}.safetensors "
-        rf"and "
-        rf"{shard}.json, and run capture.py",
+        match=rf"{shard}.safetensors: sample {samples[1].id}: .* other tokens \({part}.*\); "
+        rf"delete {shard}.safetensors, and run capture.py",
     ):
         source.rows(first_rows(samples[0], dataclasses.replace(samples[1], ids=ids, loss_mask=mask)))
 
@@ -252,14 +251,14 @@ def test_a_rank_reads_the_chunks_of_its_plan_and_so_one_share_of_the_bytes(tmp_p
     with StoreWriter(tmp_path, PROVENANCE, encoding) as writer:
         writer.add(sample_id(5), ids, torch.ones(tokens, dtype=torch.bool), states)
     tables = load_file(next(tmp_path.glob("*.safetensors")))
-    sizes = {name: tables[f"{name}_ends"].long().diff(prepend=torch.zeros(1).long()) for name in ("aux", "last")}
+    sizes = {name: tables[f"{name}_edges"].long().diff() for name in ("aux", "last")}
     rows_of = {"aux": chunk_rows(3 * hidden, torch.bfloat16), "last": chunk_rows(hidden, torch.bfloat16)}
-    small = 13 * tokens + 16 * (len(sizes["aux"]) + len(sizes["last"]))
+    small = 13 * tokens + 16 * (len(sizes["aux"]) + len(sizes["last"]) + 1)
     whole = float(sizes["aux"].sum() + sizes["last"].sum())
     stream = Stream.pack([ids], [torch.ones(tokens, dtype=torch.bool)], "reference")
     for ulysses, ring, layout in LAYOUTS:
         store, ranks = open_store(f"counting://{tmp_path}", encoding), ulysses * ring
-        store.read([RowRequest(sample_id(5), *2 * [torch.tensor([], dtype=torch.int64)])])  # and with that the header
+        store.read([RowRequest(sample_id(5), *2 * [torch.tensor([], dtype=torch.int64)])])
         for rank in range(ranks):
             plan = plan_sequence(stream, 7, SequenceSharding(ulysses, ring, layout), rank)
             before = store.files.files.bytes_read
@@ -288,7 +287,8 @@ def test_prompts_have_no_last_hidden_states_on_the_disk(tmp_path, codec):
     assert torch.equal(stored_tokens(open_store(tmp_path, encoding), name).loss_mask, answer)
 
 
-def test_reading_from_a_folder_maps_it_and_touches_little_of_it(tmp_path):
+def test_reading_from_a_folder_maps_it_and_touches_little_of_it(tmp_path, monkeypatch):
+    """What was mapped is kept here, so that it can be measured."""
     tokens, hidden = 4096, 4096
     last, argmax = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int64)
     aux = torch.zeros(tokens, 3 * hidden, dtype=torch.bfloat16)
@@ -296,7 +296,9 @@ def test_reading_from_a_folder_maps_it_and_touches_little_of_it(tmp_path):
     encoding = Encoding("none", "bfloat16", hidden)
     with StoreWriter(tmp_path, PROVENANCE, encoding) as writer:
         writer.add(sample_id(1), torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens), states)
-    store, rows = open_store(tmp_path, encoding), torch.arange(1000, 1010)
+    store, rows, kept = open_store(tmp_path, encoding), torch.arange(1000, 1010), []
+    fetch = store.files.fetch
+    monkeypatch.setattr(store.files, "fetch", lambda ranges: kept.append(fetch(ranges)) or kept[-1])
     store.read([RowRequest(sample_id(1), rows, rows)])
     assert 10 * 4 * hidden * 2 < resident(tmp_path) < 3e6
     store.read([RowRequest(sample_id(1), torch.arange(tokens), rows)])
@@ -326,9 +328,10 @@ def test_a_store_is_read_from_any_file_system_that_fsspec_knows(tmp_path):
         open_store("memory://states", encoding)
     memory.pipe_file("/states/store.json", (tmp_path / "store.json").read_bytes())
     shard = next(tmp_path.glob("*.safetensors"))
-    memory.pipe_file(f"/states/{shard.name}", shard.read_bytes()[:-1])
-    with pytest.raises(UserError, match=f"{shard.name}: has .* bytes, its index says"):
-        open_store("memory://states", encoding)
+    for size in (shard.stat().st_size - 1, 100):
+        memory.pipe_file(f"/states/{shard.name}", shard.read_bytes()[:size])
+        with pytest.raises(DamagedStore, match=f"{shard.name}: is shorter than its index says"):
+            open_store("memory://states", encoding)
     with pytest.raises(UserError, match="nosuch://x: cannot be opened .*fix hidden_states.path"):
         open_store("nosuch://x")
     with pytest.raises(UserError, match="is written to a folder"):

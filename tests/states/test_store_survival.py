@@ -3,7 +3,6 @@ lost."""
 
 import errno
 import itertools
-import json
 import os
 import resource
 import shutil
@@ -32,14 +31,15 @@ from store_cases import (
     same_rows,
     sample,
     sample_id,
+    stored_ids,
     write,
 )
 
 from eagle3.errors import UserError
 from eagle3.states.rows import Rows
 from eagle3.states.store.check import remove_flawed
-from eagle3.states.store.files import DamagedStore
-from eagle3.states.store.shard import Encoding
+from eagle3.states.store.files import DamagedStore, LocalFiles
+from eagle3.states.store.shard import DATA_START, Encoding, read_index
 from eagle3.states.store.writer import Part, StoreWriter
 
 
@@ -62,16 +62,14 @@ def test_a_writer_killed_at_any_call_leaves_a_store_that_continues(tmp_path):
         if code == 0:
             break
         assert code == -signal.SIGKILL
-        published = list(path.glob("shard-*.json"))
-        stored = {entry["id"] for index in published for entry in json.loads(index.read_text())["samples"]}
+        stored = stored_ids(path)
         assert len(stored) >= stored_before  # later deaths lose no more
         stored_before = len(stored)
-        contents = {index.name: index.read_bytes() for index in published}
+        contents = {shard.name: shard.read_bytes() for shard in path.glob("*.safetensors")}
         write(path, range(9))
         assert_holds(path, range(9))
         assert all((path / name).read_bytes() == text for name, text in contents.items())
         assert not [*path.glob("*.partial"), *path.glob(".shard-*")]
-        assert len(list(path.glob("*.safetensors"))) == len(list(path.glob("shard-*.json")))
         shutil.rmtree(path)
     assert number > 60 and stored_before > 4  # several shards, each with its calls
 
@@ -163,7 +161,7 @@ def flip(path: Path, place: int, bit: int = 0) -> None:
     "encoding", [PLAIN, Encoding("lossless", "bfloat16", HIDDEN), Encoding("fp8", "bfloat16", HIDDEN)]
 )
 def test_a_flipped_byte_anywhere_is_found_by_whoever_reads_it_and_by_the_check(tmp_path, encoding):
-    """Tried all over a shard's data. (In the header, some bytes say nothing that a reader needs.)"""
+    """Tried all over a shard's data and index. (In the header, some bytes say nothing that a reader needs.)"""
     write(tmp_path, range(5), encoding, shard_tokens=1000)
     shard = next(tmp_path.glob("*.safetensors"))
     original, expected = shard.read_bytes(), {n: read_whole(open_store(tmp_path, encoding), n) for n in range(5)}
@@ -183,18 +181,6 @@ def test_a_flipped_byte_anywhere_is_found_by_whoever_reads_it_and_by_the_check(t
         shard.write_bytes(original)
 
 
-def test_a_flipped_byte_in_an_index_is_found(tmp_path):
-    write(tmp_path, range(20))
-    index = sorted(tmp_path.glob("shard-*.json"))[0]
-    original = index.read_bytes()
-    for place in range(0, len(original) - 1, 97):
-        flip(index, place)
-        with pytest.raises(UserError, match=f"{index.name}: broken index .*--repair"):
-            open_store(tmp_path)
-        index.write_bytes(original)
-    assert_holds(tmp_path, range(20))
-
-
 def cut(shard: Path) -> None:
     os.truncate(shard, shard.stat().st_size - 1)
 
@@ -211,27 +197,16 @@ def garble(shard: Path) -> None:
     shard.write_bytes(b"\xff" * shard.stat().st_size)
 
 
-def cut_index(shard: Path) -> None:
-    os.truncate(shard.with_suffix(".json"), 100)
+def nest_header(shard: Path) -> None:
+    content = shard.read_bytes()
+    shard.write_bytes(content[:8] + b"[" * (DATA_START - 8) + content[DATA_START:])
 
 
-def nest_index(shard: Path) -> None:
-    shard.with_suffix(".json").write_text("[" * 200_000)
-
-
-def exchange(shard: Path) -> None:
-    other = next(path for path in shard.parent.glob("*.safetensors") if path != shard)
-    shutil.copyfile(other, shard)
-
-
-@pytest.mark.parametrize(
-    "damage", [cut, cut_inside_the_header, empty, garble, Path.unlink, cut_index, nest_index, exchange]
-)
+@pytest.mark.parametrize("damage", [cut, cut_inside_the_header, empty, garble, nest_header])
 def test_a_damaged_shard_is_named_and_repaired_with_its_samples_alone(tmp_path, damage):
     write(tmp_path, range(20))
     shard = sorted(tmp_path.glob("*.safetensors"))[1]
-    lost = {entry["id"] for entry in json.loads(shard.with_suffix(".json").read_text())["samples"]}
-    contents = {path: path.read_bytes() for path in tmp_path.glob("shard-*") if path.stem != shard.stem}
+    lost, contents = samples_of(shard), {path: path.read_bytes() for path in tmp_path.glob("shard-*") if path != shard}
     damage(shard)
     with pytest.raises(UserError, match=f"{shard.stem}.*run capture.py --repair"):
         store = open_store(tmp_path)
@@ -248,10 +223,32 @@ def test_a_damaged_shard_is_named_and_repaired_with_its_samples_alone(tmp_path, 
     assert all(path.read_bytes() == content for path, content in contents.items())
 
 
-@pytest.mark.parametrize("suffix", [".safetensors", ".json"])
-def test_a_folder_in_the_place_of_a_stores_file_is_named_and_nothing_is_removed(tmp_path, suffix):
+def samples_of(shard: Path) -> set[str]:
+    return {entry.id for entry in read_index(LocalFiles(shard.parent), shard.name).samples}
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_samples_of_a_shard_that_is_gone_or_replaced_by_a_copy_of_another_are_captured_again(tmp_path, replaced):
     write(tmp_path, range(20))
-    file = sorted(tmp_path.glob("*.safetensors"))[1].with_suffix(suffix)
+    shard, other, *_ = sorted(tmp_path.glob("*.safetensors"))
+    lost, copied = samples_of(shard), samples_of(other)
+    shard.unlink()
+    if replaced:
+        shutil.copyfile(other, shard)
+    findings = check(tmp_path, range(20))
+    kinds = {
+        kind: {one.sample_id for one in findings.problems if one.kind == kind} for kind in ("missing", "duplicate")
+    }
+    assert kinds == {"missing": lost, "duplicate": copied if replaced else set()}
+    write(tmp_path, range(20))
+    remove_flawed(tmp_path, check(tmp_path, range(20)).problems)
+    assert_holds(tmp_path, range(20))
+
+
+@pytest.mark.parametrize("name", ["shard", "store.json"])
+def test_a_folder_in_the_place_of_a_stores_file_is_named_and_nothing_is_removed(tmp_path, name):
+    write(tmp_path, range(20))
+    file = tmp_path / name if "." in name else sorted(tmp_path.glob("*.safetensors"))[1]
     file.unlink(), file.mkdir()
     before = sorted(tmp_path.iterdir())
     for read in (open_store, lambda path: check(path, range(20)), lambda path: StoreWriter(path, PROVENANCE, PLAIN)):
@@ -378,7 +375,7 @@ def test_a_store_opens_at_any_moment_while_others_write_into_it(tmp_path):
         writer.start()
     seen = [1]
     while any(writer.is_alive() for writer in writers):
-        assert write(tmp_path, [], part=Part(2, 3)) == []  # reports nothing gone
+        write(tmp_path, [], part=Part(2, 3))
         seen.append(len(open_store(tmp_path).locations))
     for writer in writers:
         writer.join()
@@ -404,13 +401,13 @@ def test_writers_that_begin_a_store_at_the_same_time_agree_on_what_it_is(tmp_pat
     assert sorted(codes) == [0] * 4 + [3] * 4 and codes[::2] in ([0] * 4, [3] * 4)
 
 
-def test_a_shard_whose_index_cannot_be_written_is_no_part_of_the_store(tmp_path):
+def test_a_shard_that_cannot_get_its_name_is_no_part_of_the_store(tmp_path):
     refused = pytest.raises(UserError, match="cannot be written .*; .* and run capture.py")
     with refused, StoreWriter(tmp_path, PROVENANCE, PLAIN) as writer:
         writer.add(*sample(1))
-        name = next(tmp_path.glob("*.partial")).name.removesuffix(".safetensors.partial")
-        (tmp_path / f"{name}.json").mkdir()
-    (tmp_path / f"{name}.json").rmdir()
+        shard = tmp_path / next(tmp_path.glob("*.partial")).stem
+        shard.mkdir()
+    shard.rmdir()
     write(tmp_path, [1, 2])
     assert_holds(tmp_path, [1, 2])
     assert len(list(tmp_path.glob("shard-*.safetensors"))) == 1
@@ -426,7 +423,7 @@ def test_what_is_not_a_store_is_refused(tmp_path):
             attempt(tmp_path)
     assert list(tmp_path.glob("*.safetensors"))
     (tmp_path / "store.json").write_text('{"format": 1}')
-    with pytest.raises(UserError, match="store format 1, this version reads 3"):
+    with pytest.raises(UserError, match="store format 1, this version reads 4"):
         open_store(tmp_path)
 
 
@@ -462,8 +459,8 @@ def test_a_store_without_shards_may_become_another_one_unless_its_writer_lives(t
 def test_renamed_shards_are_read_and_files_of_others_left_alone(tmp_path):
     write(tmp_path, range(20))
     for path in sorted(tmp_path.glob("shard-*"))[:2]:
-        path.rename(tmp_path / ("shard-00000000-99999" + path.suffix))
-    foreign = ("shard-notes.safetensors", "shard-notes.json", "shard-list.partial", "notes.txt")
+        path.rename(tmp_path / f"shard-00000000-{path.stem[-5:]}{path.suffix}")
+    foreign = ("shard-notes.safetensors", "shard-notes.json", "shard-notes.safetensors.partial", "notes.txt")
     for name in foreign:
         (tmp_path / name).write_text("mine")
     write(tmp_path, range(20))
@@ -570,7 +567,7 @@ def test_a_signal_at_any_instruction_leaves_a_store_of_whole_samples_that_contin
             instruction += stride
         finally:
             sys.settrace(None)
-        if not list(path.glob("shard-*.json")):
+        if not list(path.glob("*.safetensors")):
             continue
         stored.append(len(open_store(path).locations))
         assert_holds(path, range(stored[-1]))

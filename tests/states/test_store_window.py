@@ -1,7 +1,6 @@
 """A store for drafts with a window: which rows it has, and which drafts it serves."""
 
 import itertools
-import json
 
 import pytest
 import torch
@@ -59,11 +58,8 @@ def test_a_store_has_what_a_window_sees_bit_for_bit_and_nothing_else(tmp_path):
         seen = seen_rows(loss_mask, 4, 3).nonzero().flatten()
         request = RowRequest(name, seen.flip(0), taught_rows(loss_mask).nonzero().flatten())
         assert same_rows(windowed.read([request])[0], full.read([request])[0])
-        (index,) = {windowed.locations[name].index}
-        assert windowed.locations[name].entry.seen == len(seen) and (
-            index.encoding.window,
-            index.encoding.ttt_steps,
-        ) == (4, 3)
+        index, entry = windowed.locations[name]
+        assert entry.seen == len(seen) and (index.encoding.window, index.encoding.ttt_steps) == (4, 3)
     assert check(tmp_path / "windowed", range(12), WINDOWED).problems == []
     assert check(tmp_path / "full", range(12)).problems == []
 
@@ -131,11 +127,4 @@ def test_whoever_adds_to_a_store_writes_the_rows_that_it_has_of_others(tmp_path)
     write(tmp_path, range(3, 6), WINDOWED)
     assert check(tmp_path, range(6)).problems == []
     store = open_store(tmp_path)
-    assert all(location.entry.seen is None for location in store.locations.values())
-
-
-def test_the_index_of_a_full_store_says_what_it_always_said(tmp_path):
-    write(tmp_path, range(3))
-    (index,) = (json.loads(path.read_text()) for path in tmp_path.glob("shard-*.json"))
-    assert all("seen" not in entry for entry in index["samples"]) and "window" not in index["encoding"]
-    assert json.loads((tmp_path / "store.json").read_text())["provenance"].get("window") is None
+    assert all(entry.seen == entry.tokens for _, entry in store.locations.values())

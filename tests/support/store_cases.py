@@ -1,6 +1,5 @@
 """Samples that follow from a number, so that any process knows what a store should hold; and checks of stores."""
 
-import json
 import multiprocessing
 import os
 import signal
@@ -14,8 +13,10 @@ from limits import HANG_SECONDS
 
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.states.store.check import Findings, check_store
+from eagle3.states.store.files import LocalFiles
+from eagle3.states.store.folder import find_indexes
 from eagle3.states.store.reader import HiddenStateStore, RowRequest, StoredTokens
-from eagle3.states.store.shard import DATA_START, Encoding, ShardIndex, taught_rows
+from eagle3.states.store.shard import Encoding, ShardIndex, taught_rows
 from eagle3.states.store.writer import StoreWriter
 from eagle3.text.samples import sample_digest
 
@@ -56,13 +57,10 @@ def provenance_of(encoding: Encoding, **changes) -> dict:
 
 def write(
     path: Path, numbers, encoding: Encoding = PLAIN, shard_tokens: int = 100, provenance=PROVENANCE, **options
-) -> list[str]:
-    """Write samples and return what the writer reported."""
-    lines = []
-    with StoreWriter(path, provenance, encoding, shard_tokens=shard_tokens, report=lines.append, **options) as writer:
+) -> None:
+    with StoreWriter(path, provenance, encoding, shard_tokens=shard_tokens, **options) as writer:
         for number in numbers:
             writer.add(*sample(number))
-    return lines
 
 
 def open_store(path, encoding: Encoding = PLAIN) -> HiddenStateStore:
@@ -101,16 +99,14 @@ def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
     assert findings.problems == [] and findings.samples == len(list(numbers))
 
 
-def unbind(path: Path) -> None:
-    """Remove the digest that says which store an index or a shard belongs to."""
-    if path.suffix == ".json":
-        replace(ShardIndex.parse(path.read_bytes(), path.name, ""), provenance_digest=None).write(path.parent)
-        return
-    content = path.read_bytes()
-    header = json.loads(content[8:DATA_START])
-    header["__metadata__"].pop("provenance_digest", None)
-    text = json.dumps(header).encode().ljust(DATA_START - 8)
-    path.write_bytes(content[:8] + text + content[DATA_START:])
+def indexes(path: Path) -> list[ShardIndex]:
+    """The readable indexes of a store's shards."""
+    return find_indexes(LocalFiles(path))[0]
+
+
+def stored_ids(path: Path) -> set[str]:
+    """The samples that the shards in a folder list."""
+    return {entry.id for index in indexes(path) for entry in index.samples}
 
 
 def run(work, *arguments) -> int:

@@ -22,9 +22,9 @@ from eagle3.parsing import DEEPEST, parse_json
 from eagle3.recipe.loading import load_recipe
 from eagle3.regeneration.answers import AnswerFile
 from eagle3.reporting.record import read_run
-from eagle3.states.store.files import open_files
+from eagle3.states.store.files import LocalFiles, open_files
 from eagle3.states.store.folder import read_manifest
-from eagle3.states.store.shard import ShardIndex
+from eagle3.states.store.shard import DATA_START, HIDDEN, INDEX, NUMPY_TYPES, read_index
 from eagle3.targets.checkpoint import target_config
 from eagle3.text import encode
 from eagle3.text import template as templates
@@ -126,6 +126,15 @@ def manifest(path, text):
     return read_manifest(open_files(str(path.parent)))
 
 
+def shard(path, text):
+    """Read a shard that has this text as its index, and else only a header."""
+    header = {name: {"data_offsets": [0, 0]} for name in (*HIDDEN, *NUMPY_TYPES)}
+    header[INDEX] = {"data_offsets": [0, len(text)]}
+    head = json.dumps(header).encode().ljust(DATA_START - 8)
+    path.write_bytes((DATA_START - 8).to_bytes(8, "little") + head + text.encode())
+    return read_index(LocalFiles(path.parent), path.name)
+
+
 READERS = {
     "a row": ("a.jsonl", rows),
     "rows": ("a.json", written(lambda path: read_conversations([str(path)]))),
@@ -143,7 +152,7 @@ READERS = {
     },
     "regenerated rows": ("a.jsonl", answers),
     "a store": ("store.json", manifest),
-    "a shard's index": ("x.json", lambda path, text: ShardIndex.parse(text.encode(), path.name, str(path.parent))),
+    "a shard's index": ("x.safetensors", shard),
 }
 
 

@@ -1,17 +1,15 @@
 """Check a whole store byte by byte, and remove what is damaged, so that it can be captured again."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from eagle3.console import Progress
-from eagle3.durable import flush
-from eagle3.states.store.files import DamagedStore, ForeignShards, OutOfRange, open_files
-from eagle3.states.store.folder import Provenance, find_indexes, foreign_flaw, read_own_manifest, shard_flaw
+from eagle3.states.store.files import DamagedStore, LocalFiles, OutOfRange, open_files
+from eagle3.states.store.folder import Provenance, find_indexes, foreign_flaw, read_own_manifest
 from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location, RowRequest, StoredTokens
-from eagle3.states.store.shard import Entry, ShardIndex, taught_rows
+from eagle3.states.store.shard import Entry, ShardIndex, read_index, replace_index, taught_rows
 from eagle3.text.samples import sample_digest
 
 # Samples read together, because a remote file system answers many requests in the time of one.
@@ -25,12 +23,12 @@ class Problem(NamedTuple):
     """Something wrong with a store."""
 
     kind: Kind
-    index: str | None  # the index file that lists the sample; None if the sample is missing
+    shard: str | None  # file that has the sample; None if the sample is missing
     sample_id: str | None  # None for a whole shard
     detail: str
 
     def __str__(self) -> str:
-        where = self.index if self.sample_id is None else f"sample {self.sample_id}"
+        where = self.shard if self.sample_id is None else f"sample {self.sample_id}"
         return f"{self.kind}: {where}: {self.detail}"
 
 
@@ -62,16 +60,19 @@ def check_store(
     """
     files = open_files(path)
     manifest = read_own_manifest(files, provenance)
-    reader = HiddenStateStore(files, {}, manifest.record, manifest.digest, vocab_size)
-    indexes, index_errors = find_indexes(files)
-    problems = [Problem("damaged", name, None, error.flaw) for name, error in index_errors.items()]
+    reader = HiddenStateStore(files, {}, manifest.record, vocab_size)
+    indexes, errors = find_indexes(files)
+    problems = [Problem("damaged", shard, None, error.flaw) for shard, error in errors.items()]
     token_counts: dict[str, int] = {}  # token count by sample
-    sizes = files.sizes()  # read after the indexes, which are written after their shards
     progress = Progress(report, "checking the store", len(indexes), "shards")
     for index in indexes:
-        for finding in _examine(reader, index, sizes):
+        findings = _examine(reader, index)
+        if index.provenance_digest != manifest.digest:
+            flaw = foreign_flaw(index.provenance_digest, manifest.digest)
+            findings = [Problem("foreign", index.shard, None, flaw)]
+        for finding in findings:
             if isinstance(finding, Entry) and finding.id in token_counts:
-                finding = Problem("duplicate", index.name, finding.id, "an earlier shard has it too")
+                finding = Problem("duplicate", index.shard, finding.id, "an earlier shard has it too")
             if isinstance(finding, Problem):
                 problems.append(finding)
             else:
@@ -83,18 +84,8 @@ def check_store(
     return Findings(problems, indexes, len(token_counts), sum(token_counts.values()))
 
 
-def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, int | None]) -> Iterator[Entry | Problem]:
-    """Yield the entries of a shard's intact samples, and a Problem for everything else in it."""
-    where = f"{reader.where}/{index.shard}"
-    try:
-        if flaw := foreign_flaw(index.provenance_digest, reader.provenance_digest):
-            raise ForeignShards(where, flaw)
-        if flaw := shard_flaw(index, sizes):
-            raise DamagedStore(where, flaw)
-        reader.read_headers([index.shard])
-    except DamagedStore as error:  # affects all samples of the shard
-        yield Problem(error.kind, index.name, None, f"{index.shard}: {error.flaw}")
-        return
+def _examine(reader: HiddenStateStore, index: ShardIndex) -> Iterator[Entry | Problem]:
+    """Yield the entries of a shard's intact samples, and a Problem for every other one."""
     for start in range(0, len(index.samples), SAMPLES_AT_ONCE):
         members = [Location(index, entry) for entry in index.samples[start : start + SAMPLES_AT_ONCE]]
         try:
@@ -104,7 +95,7 @@ def _examine(reader: HiddenStateStore, index: ShardIndex, sizes: Mapping[str, in
                 try:
                     yield from _look_through(reader, [member])
                 except DamagedStore as error:
-                    yield Problem(error.kind, index.name, member.entry.id, f"{index.shard}: {error.flaw}")
+                    yield Problem(error.kind, index.shard, member.entry.id, f"{index.shard}: {error.flaw}")
 
 
 def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[Entry | Problem]:
@@ -131,26 +122,21 @@ def _judged(location: Location, tokens: StoredTokens) -> Entry | Problem:
     index, entry = location
     digest = sample_digest(tokens.ids.numpy(), tokens.loss_mask.numpy()).hex()
     if digest != entry.id:
-        return Problem("mislabelled", index.name, entry.id, f"its tokens and loss mask are those of sample {digest}")
+        return Problem("mislabelled", index.shard, entry.id, f"its tokens and loss mask are those of sample {digest}")
     return entry
 
 
 def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
     """Remove everything that `check_store` found. Shards that cannot be read or have no intact sample are deleted; the
-    others get a new index without the affected samples. If the process is killed, each index is either the old one or
-    the new one."""
-    ids_by_index: defaultdict[str | None, set[str | None]] = defaultdict(set)  # samples by index
+    others lose the affected samples. If the process is killed, each shard is either the old one or the new one."""
+    ids_by_shard: defaultdict[str, set[str | None]] = defaultdict(set)  # samples by shard
     for problem in problems:
-        ids_by_index[problem.index].add(problem.sample_id)
-    ids_by_index.pop(None, None)
-    for name, ids in ids_by_index.items():
-        entries: tuple[Entry, ...] = ()
-        if None not in ids:
-            index = ShardIndex.parse((folder / name).read_bytes(), name, str(folder))
-            entries = tuple(entry for entry in index.samples if entry.id not in ids)
-        if entries:
-            replace(index, samples=entries).write(folder)
-            continue
-        (folder / name).unlink()
-        flush(folder)
-        (folder / name).with_suffix(".safetensors").unlink(missing_ok=True)
+        if problem.shard:
+            ids_by_shard[problem.shard].add(problem.sample_id)
+    for shard, ids in ids_by_shard.items():
+        index = None if None in ids else read_index(LocalFiles(folder), shard)
+        samples = tuple(entry for entry in index.samples if entry.id not in ids) if index else ()
+        if samples:
+            replace_index(folder, index._replace(samples=samples))
+        else:
+            (folder / shard).unlink()

@@ -2,11 +2,8 @@
 
 import mmap
 import os
-import threading
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,8 +12,6 @@ from fsspec.utils import merge_offset_ranges
 
 from eagle3.errors import UserError
 
-# Most maps at a time. Each takes address space and one of the kernel's 65,530 mappings, but no memory or open file.
-MOST_MAPS = 1024
 TOO_SHORT = "is shorter than its index says"
 
 
@@ -74,41 +69,35 @@ class LocalFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.where = folder, str(folder)
-        self._maps: OrderedDict[str, mmap.mmap] = OrderedDict()
-        self._lock = threading.Lock()
 
-    def sizes(self) -> dict[str, int | None]:
-        """Size in bytes of every file, by name. Empty if the folder does not exist."""
-        sizes: dict[str, int | None] = {}
+    def names(self) -> set[str]:
+        """The names of all files. Empty if the folder does not exist."""
         try:
-            for entry in os.scandir(self.folder):
-                with suppress(FileNotFoundError):  # a writer's temporary file that is already gone
-                    if entry.is_file():
-                        sizes[entry.name] = entry.stat().st_size
-                    elif entry.is_dir() and entry.name.endswith((".safetensors", ".json")):
-                        raise UserError(
-                            f"{entry.path}: is a folder in the place of a file of the store; move it away, and run "
-                            "capture.py --repair"
-                        )
+            entries = list(os.scandir(self.folder))
         except FileNotFoundError:
-            return {}
+            return set()
         except OSError as error:
             raise UserError(
                 f"{self.folder}: cannot be listed ({error.strerror}); name the store's folder in hidden_states.path"
             ) from error
-        return sizes
+        for entry in entries:
+            if entry.is_dir() and entry.name.endswith((".safetensors", ".json")):
+                raise UserError(
+                    f"{entry.path}: is a folder in the place of a file of the store; move it away, and run "
+                    "capture.py --repair"
+                )
+        return {entry.name for entry in entries}
 
-    def read(self, names: Sequence[str]) -> list[bytes]:
-        """The contents of whole files."""
+    def read(self, name: str) -> bytes:
+        """The contents of a whole file."""
         try:
-            return [(self.folder / name).read_bytes() for name in names]
+            return (self.folder / name).read_bytes()
         except OSError as error:
             raise _unreadable_here(error.filename, error) from error
 
     def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
-        """The bytes of these ranges."""
-        with self._lock:
-            maps = {name: self._map(name) for name in {byte_range.name for byte_range in ranges}}
+        """The bytes of these ranges. The files stay mapped as long as somebody holds them."""
+        maps = {name: self._map(name) for name in {byte_range.name for byte_range in ranges}}
         for byte_range in ranges:
             if byte_range.stop > len(maps[byte_range.name]):
                 raise DamagedStore(str(self.folder / byte_range.name), TOO_SHORT)
@@ -117,30 +106,18 @@ class LocalFiles:
                 maps[byte_range.name].madvise(mmap.MADV_WILLNEED, page, byte_range.stop - page)
         return [memoryview(maps[byte_range.name])[byte_range.start : byte_range.stop] for byte_range in ranges]
 
-    def forget(self, name: str) -> None:
-        """Release a file's map."""
-        with self._lock:
-            self._maps.pop(name, None)
-
     def _map(self, name: str) -> mmap.mmap:
-        """The file's memory map. The file's size is checked each time, because touching a mapped page that the file has
-        lost kills the process."""
+        """A memory map of the file as it is now: to touch a mapped page that a file has lost would kill the process."""
         path = self.folder / name
         try:
-            size = path.stat().st_size
-            if size and name not in self._maps:  # an empty file cannot be mapped
-                with path.open("rb") as file:
-                    self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            with path.open("rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError as error:
             raise DamagedStore(str(path), "is missing") from error
+        except ValueError as error:  # an empty file cannot be mapped
+            raise DamagedStore(str(path), TOO_SHORT) from error
         except OSError as error:
             raise _unreadable_here(str(path), error) from error
-        if not size or size < len(self._maps[name]):
-            raise DamagedStore(str(path), TOO_SHORT)
-        self._maps.move_to_end(name)
-        while len(self._maps) > MOST_MAPS:
-            self._maps.popitem(last=False)
-        return self._maps[name]
 
 
 class RemoteFiles:
@@ -158,28 +135,22 @@ class RemoteFiles:
             ) from error
         self.root = root.rstrip("/")
 
-    def sizes(self) -> dict[str, int | None]:
-        """Size in bytes of every file, by name; None if the protocol does not say. Empty if there is no folder."""
+    def names(self) -> set[str]:
+        """The names of all files. Empty if there is no folder."""
         try:
             entries = self.files.ls(self.root, detail=True)
         except FileNotFoundError:
-            return {}
+            return set()
         except OSError as error:
             raise _unreadable_there(self.where, error) from error
-        return {
-            entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["size"] for entry in entries if entry["type"] == "file"
-        }
+        return {entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "file"}
 
-    def read(self, names: Sequence[str]) -> list[bytes]:
-        """The contents of whole files."""
-        if not names:
-            return []
-        paths = [f"{self.root}/{name}" for name in names]
+    def read(self, name: str) -> bytes:
+        """The contents of a whole file."""
         try:
-            contents = self.files.cat(paths, recursive=False)
+            return self.files.cat_file(f"{self.root}/{name}")
         except OSError as error:
             raise _unreadable_there(self.where, error) from error
-        return [contents[path] for path in paths] if isinstance(contents, dict) else [contents]
 
     def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
         """The bytes of these ranges."""
@@ -192,10 +163,12 @@ class RemoteFiles:
         except (OSError, ValueError) as error:  # ValueError: a web server that serves no ranges
             raise _unreadable_there(self.where, error) from error
         for name, start, stop, data in zip(names, starts, stops, blocks, strict=True):
-            if len(data) != stop - start:
+            if len(data) < stop - start:
+                raise DamagedStore(f"{self.where}/{name}", TOO_SHORT)
+            if len(data) > stop - start:
                 raise UserError(
-                    f"{self.where}/{name}: gave {len(data)} bytes where {stop - start} were asked for; it is "
-                    "cut (run capture.py --repair where it lies), or its server does not serve ranges"
+                    f"{self.where}/{name}: gave {len(data)} bytes where {stop - start} were asked for; name a server "
+                    "that serves ranges in hidden_states.path"
                 )
         runs, pieces = list(zip(names, starts, strict=True)), []
         for name, start, stop in ranges:

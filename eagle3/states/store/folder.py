@@ -1,16 +1,19 @@
 """A store's folder: the indexes of its shards, and `store.json`, which says what it was captured from."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from eagle3.console import counted
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
-from eagle3.states.store.files import DamagedStore, ForeignShards, Range, StoreFiles, first_words, no_store
-from eagle3.states.store.shard import DATA_START, SHARD_NAME, ShardIndex, is_index, json_digest, parse_header
+from eagle3.states.store.files import DamagedStore, ForeignShards, StoreFiles, first_words, no_store
+from eagle3.states.store.shard import SHARD_NAME, ShardIndex, json_digest, read_index
 
-FORMAT = 3
+FORMAT = 4
+# Threads that read indexes, because a remote file system answers many requests in the time of one.
+THREADS = 32
 MANIFEST = "store.json"
 # Everything that hidden states (or a teacher's logits) depend on, as JSON values. Stores that differ in a field are not
 # interchangeable.
@@ -27,8 +30,8 @@ class Manifest(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Digest of the provenance. Indexes and shards carry it to say which store they belong to. As in
-        `read_own_manifest`, a field that is None counts as absent."""
+        """Digest of the provenance. Shards carry it to say which store they belong to. As in `read_own_manifest`, a
+        field that is None counts as absent."""
         return json_digest({field: value for field, value in self.provenance.items() if value is not None})
 
     def dump(self) -> str:
@@ -37,16 +40,15 @@ class Manifest(NamedTuple):
 
 def read_manifest(files: StoreFiles) -> Manifest:
     """Read `store.json`. Raises UserError if there is no store, or one in a format that this version cannot read."""
-    sizes = files.sizes()
-    if MANIFEST not in sizes:
-        if any(map(is_index, sizes)):
+    if MANIFEST not in files.names():
+        if has_shards(files):
             raise UserError(
                 f"{files.where}: has shards but no {MANIFEST}, which says what they are; restore it, or name another "
                 "folder in hidden_states.path"
             )
         raise no_store(files.where)
     try:
-        body = parse_json(files.read([MANIFEST])[0])
+        body = parse_json(files.read(MANIFEST))
         if body["format"] == FORMAT:
             return Manifest(dict(body["provenance"]), dict(body["record"]))
     except (ValueError, KeyError, TypeError) as error:
@@ -116,43 +118,39 @@ def _window_in_words(provenance: Provenance) -> str:
 
 def has_shards(files: StoreFiles) -> bool:
     """Whether anything has been captured. A manifest alone was left by a writer that was refused, or gave up."""
-    return any(map(SHARD_NAME.fullmatch, files.sizes()))
+    return any(map(SHARD_NAME.fullmatch, files.names()))
 
 
 def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, DamagedStore]]:
-    """Read all indexes in a folder. Returns the readable ones, sorted by name, and the others' errors, by name."""
-    indexes: list[ShardIndex] = []
-    errors: dict[str, DamagedStore] = {}
-    names = sorted(filter(is_index, files.sizes()))
-    for name, text in zip(names, files.read(names), strict=True):
+    """Read the indexes of all shards. Returns the readable ones, sorted by name, and the others' errors, by shard."""
+
+    def read(shard: str) -> ShardIndex | DamagedStore:
         try:
-            indexes.append(ShardIndex.parse(text, name, files.where))
+            return read_index(files, shard)
         except DamagedStore as error:
-            errors[name] = error
-    return indexes, errors
+            return error
+
+    names = sorted(filter(SHARD_NAME.fullmatch, files.names()))
+    with ThreadPoolExecutor(THREADS) as threads:
+        found = dict(zip(names, threads.map(read, names), strict=True))
+    errors = {shard: error for shard, error in found.items() if isinstance(error, DamagedStore)}
+    return [index for shard, index in found.items() if shard not in errors], errors
 
 
 def read_indexes(files: StoreFiles, manifest: Manifest) -> list[ShardIndex]:
-    """Read the indexes of all shards, and check that each shard belongs to this store, exists, and has the size that
-    its index says.
-
-    Raises ForeignShards or DamagedStore. `read_headers` checks the shards' own headers.
-    """
+    """Read the indexes of all shards, and check that each shard belongs to this store. Raises ForeignShards or
+    DamagedStore."""
     indexes, errors = find_indexes(files)
     for error in errors.values():
         raise error
     _require_digest(files.where, indexes, manifest.digest)
-    sizes = files.sizes()  # read after the indexes, which are written after their shards
-    for index in indexes:
-        if flaw := shard_flaw(index, sizes):
-            raise DamagedStore(f"{files.where}/{index.shard}", flaw)
     return indexes
 
 
 def _require_digest(where: str, indexes: list[ShardIndex], digest: str) -> None:
     """Check that no index has a different digest. Raises ForeignShards, whose message says whether the shards or
     `store.json` must have been replaced."""
-    foreign = [index for index in indexes if foreign_flaw(index.provenance_digest, digest)]
+    foreign = [index for index in indexes if index.provenance_digest != digest]
     if not foreign:
         return
     other_digest = foreign[0].provenance_digest
@@ -166,33 +164,9 @@ def _require_digest(where: str, indexes: list[ShardIndex], digest: str) -> None:
     raise ForeignShards(f"{where}/{foreign[0].shard}", flaw)
 
 
-def shard_flaw(index: ShardIndex, sizes: Mapping[str, int | None]) -> str | None:
-    """Describe what is wrong with a shard, judging by the folder's listing; None if nothing is."""
-    if index.shard not in sizes:
-        return "is missing"
-    size = sizes[index.shard]
-    return None if size in (None, index.bytes) else f"has {size} bytes, its index says {index.bytes}"
-
-
-def foreign_flaw(digest: str | None, provenance_digest: str | None) -> str | None:
-    """Describe how the digest in an index or shard differs from the store's; None if it does not, or if this is a spool
-    (provenance_digest None)."""
-    if provenance_digest in (None, digest):
-        return None
+def foreign_flaw(digest: str | None, provenance_digest: str) -> str:
+    """Describe how the digest in a shard differs from the store's."""
     return (
         f"was captured under another provenance (digest {digest}) than {MANIFEST} describes (digest "
         f"{provenance_digest})"
     )
-
-
-def read_headers(files: StoreFiles, shards: Sequence[str], provenance_digest: str | None) -> dict[str, dict[str, int]]:
-    """Read the headers of shards. Returns, by shard and by tensor, the byte at which the tensor begins.
-
-    Raises DamagedStore, and ForeignShards if a shard has a different digest.
-    """
-    starts: dict[str, dict[str, int]] = {}
-    for shard, text in zip(shards, files.fetch([Range(shard, 0, DATA_START) for shard in shards]), strict=True):
-        starts[shard], digest = parse_header(text, f"{files.where}/{shard}")
-        if flaw := foreign_flaw(digest, provenance_digest):
-            raise ForeignShards(f"{files.where}/{shard}", flaw)
-    return starts

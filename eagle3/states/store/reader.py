@@ -14,7 +14,7 @@ from eagle3.errors import UserError
 from eagle3.states.rows import Rows
 from eagle3.states.store.codecs import Codec
 from eagle3.states.store.files import DamagedStore, OutOfRange, Range, StoreFiles, open_files
-from eagle3.states.store.folder import Provenance, read_headers, read_indexes, read_own_manifest
+from eagle3.states.store.folder import Provenance, read_indexes, read_own_manifest
 from eagle3.states.store.shard import (
     HIDDEN,
     NUMPY_TYPES,
@@ -56,7 +56,7 @@ class Location(NamedTuple):
 class ChunkTable(NamedTuple):
     """The chunks of one tensor of one sample."""
 
-    bounds: np.ndarray  # [chunks + 1]: the chunks' edges in the tensor, in bytes
+    edges: np.ndarray  # [chunks + 1]: the chunks' edges in the tensor, in bytes
     sums: np.ndarray  # [chunks]: checksums
     rows: int  # number of rows that the sample has in this tensor
 
@@ -81,8 +81,8 @@ class ChunkReads(NamedTuple):
 
     def decode(self, run: Run, data: memoryview) -> str | None:
         """Check the bytes of a run and decode them into the buffer. Returns what is wrong with the bytes, or None."""
-        bounds, sums = self.table.bounds[run.first : run.stop + 1], self.table.sums[run.first : run.stop]
-        edges = (bounds - bounds[0]).tolist()
+        edges, sums = self.table.edges[run.first : run.stop + 1], self.table.sums[run.first : run.stop]
+        edges = (edges - edges[0]).tolist()
         for (start, stop), checksum in zip(pairwise(edges), sums.tolist(), strict=True):
             if xxhash.xxh3_64_intdigest(data[start:stop]) != checksum:
                 return "a checksum does not fit"
@@ -109,7 +109,7 @@ def plan_reads(rows: Tensor, table: ChunkTable, encoding: Encoding, name: str) -
     chunks = np.unique(row_array // size)
     counts = np.minimum(size, table.rows - chunks * size)
     edges = np.concatenate(([0], counts.cumsum()))
-    max_chunks = max(1, RUN_BYTES * len(table.sums) // max(1, int(table.bounds[-1] - table.bounds[0])))
+    max_chunks = max(1, RUN_BYTES * len(table.sums) // max(1, int(table.edges[-1] - table.edges[0])))
     runs = []
     for group in np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(chunks) != 1) + 1):
         for start in range(0, len(group), max_chunks):
@@ -134,7 +134,6 @@ class HiddenStateStore:
     """An open store. Threads may share it, and it runs several of its own.
 
     locations: where its samples are, by id; if two shards have a sample, the first shard counts
-    provenance_digest: what the digest of every shard must be; None for no check (in a spool)
     vocab_size: of the target, whose predictions are checked when rows are read
 
     Raises UserError for data that is missing, damaged, out of range or from a different store.
@@ -145,13 +144,11 @@ class HiddenStateStore:
         files: StoreFiles,
         locations: dict[str, Location],
         record: Provenance,
-        provenance_digest: str | None,
         vocab_size: int = ANY_TOKEN,
         threads: int = THREADS,
     ) -> None:
         self.files, self.locations, self.record, self.vocab_size = files, locations, record, vocab_size
-        self.where, self.provenance_digest = files.where, provenance_digest
-        self._starts: dict[str, dict[str, int]] = {}
+        self.where = files.where
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="store")
 
     @classmethod
@@ -173,7 +170,7 @@ class HiddenStateStore:
         locations = {location.entry.id: location for location in reversed(all_locations)}
         for encoding, name in product({index.encoding for index in indexes}, HIDDEN):
             encoding.make_codec(name)  # raises UserError if this machine cannot decode it
-        return cls(files, locations, manifest.record, manifest.digest, vocab_size, threads)
+        return cls(files, locations, manifest.record, vocab_size, threads)
 
     def missing(self, sample_ids: Iterable[str]) -> list[str]:
         """The ids among `sample_ids` that the store lacks, in their order."""
@@ -185,7 +182,7 @@ class HiddenStateStore:
 
     def read(self, requests: Sequence[RowRequest]) -> list[Rows]:
         """Read the rows of all requests, with hidden states and logits in the store's dtype. However many requests
-        there are, this takes two rounds of reads, and one more the first time that a shard is used."""
+        there are, this takes two rounds of reads."""
         return self.read_at([self._locate(request.sample_id) for request in requests], requests)
 
     def read_at(self, locations: Sequence[Location], requests: Sequence[RowRequest]) -> list[Rows]:
@@ -220,17 +217,13 @@ class HiddenStateStore:
         jobs = [(key, reads, run) for key, reads in plans for run in reads.runs]
         ranges = []
         for (location, name), reads, run in jobs:
-            start, bounds = self._starts[location.index.shard][name], reads.table.bounds
-            ranges.append(Range(location.index.shard, start + int(bounds[run.first]), start + int(bounds[run.stop])))
+            start, edges = location.index.starts[name], reads.table.edges
+            ranges.append(Range(location.index.shard, start + int(edges[run.first]), start + int(edges[run.stop])))
         data = self.files.fetch(ranges)
         flaws = list(self._threads.map(lambda job, block: job[1].decode(job[2], block), jobs, data))
         for ((location, name), _, _), flaw in zip(jobs, flaws, strict=True):  # after all have finished
             if flaw:
                 raise self._damaged(location, f"{name} hidden states", flaw)
-
-    def forget(self, shard: str) -> None:
-        """Forget a shard that is about to be deleted."""
-        self._starts.pop(shard, None)
 
     def _locate(self, sample_id: str) -> Location:
         if sample_id not in self.locations:
@@ -239,31 +232,22 @@ class HiddenStateStore:
 
     def _facts(self, locations: Sequence[Location]) -> list[SampleFacts]:
         """For some samples, read everything but the hidden states, and check it against the digests in the index."""
-        self.read_headers(location.index.shard for location in locations)
         parts = iter(
             self.files.fetch([byte_range for location in locations for byte_range in self._fact_ranges(location)])
         )
         facts = []
         for location in locations:
-            small, tables = {name: np.frombuffer(next(parts), kind) for name, kind in NUMPY_TYPES.items()}, {}
-            for name in HIDDEN:
-                bounds, sums = small[f"{name}_ends"], small[f"{name}_sums"]
-                if len(bounds) == len(sums):  # the shard's first sample, whose first chunk begins at 0
-                    bounds = np.concatenate((np.zeros(1, "<u8"), bounds))
-                tables[name] = ChunkTable(bounds, sums, location.entry.rows(name))
-                small[f"{name}_ends"] = bounds[1:]
+            small = {name: np.frombuffer(next(parts), kind) for name, kind in NUMPY_TYPES.items()}
             if sample_digest(small.values()) != location.entry.digest:
                 raise self._damaged(location, "tokens or checksums", "their digest does not fit")
             ids, loss_mask = small["ids"].astype(np.int64), small["loss_mask"].copy()
             tokens = StoredTokens(torch.from_numpy(ids), torch.from_numpy(loss_mask))
+            tables = {
+                name: ChunkTable(small[f"{name}_edges"], small[f"{name}_sums"], location.entry.rows(name))
+                for name in HIDDEN
+            }
             facts.append(SampleFacts(tokens, small["argmax"], small["logsumexp"], tables))
         return facts
-
-    def read_headers(self, shards: Iterable[str]) -> None:
-        """Read the headers of these shards, which say where each tensor begins. Raises UserError if one is broken or
-        belongs to a different store."""
-        new_shards = sorted(set(shards) - self._starts.keys())
-        self._starts |= read_headers(self.files, new_shards, self.provenance_digest)
 
     def _require_tokens(self, location: Location, stored: StoredTokens, required: StoredTokens) -> None:
         """Raises UserError unless the sample begins with these tokens."""
@@ -277,17 +261,14 @@ class HiddenStateStore:
             shard = location.index.shard
             raise UserError(
                 f"{self.where}/{shard}: sample {location.entry.id}: its hidden states were captured from other tokens "
-                f"({difference}); delete {shard} and {location.index.name}, and run capture.py, which captures their "
-                "samples again"
+                f"({difference}); delete {shard}, and run capture.py, which captures its samples again"
             )
 
     def _fact_ranges(self, location: Location) -> list[Range]:
         shard, ranges = location.index.shard, []
         for name, part in location.entry.parts(location.index.encoding):
-            start, size = self._starts[shard][name], np.dtype(NUMPY_TYPES[name]).itemsize
-            # A sample's first chunk begins where the chunk before it ends.
-            first = max(part.start - 1, 0) if name.endswith("_ends") else part.start
-            ranges.append(Range(shard, start + first * size, start + part.stop * size))
+            start, size = location.index.starts[name], np.dtype(NUMPY_TYPES[name]).itemsize
+            ranges.append(Range(shard, start + part.start * size, start + part.stop * size))
         return ranges
 
     def _damaged(self, location: Location, part: str, flaw: str) -> DamagedStore:

@@ -1,11 +1,12 @@
-"""A shard: a safetensors file with many samples, and the JSON index beside it that says where each one is.
+"""A shard: a safetensors file with many samples, and an index at its end that says where each one is.
 
     aux, last              hidden states, encoded chunk by chunk, sample after sample. With codec none: [rows, width] as
                            they are; with others: uint8 [bytes]
-    aux_ends, last_ends    [chunks] uint64: where each chunk ends in its tensor
+    aux_edges, last_edges  [chunks + 1] uint64: where each chunk begins in its tensor, and where the last one ends
     aux_sums, last_sums    [chunks] uint64: xxh3_64 of each chunk's bytes
     ids, argmax            [rows] int32     logsumexp [rows] float32     loss_mask [rows] bool
                            argmax and logsumexp mean something in rows of `last` alone
+    index                  [bytes] uint8: JSON; with the digest of the store's provenance, and one of its own
 
 In a store of logits, `last` holds the teacher's logits over the draft vocabulary instead of last hidden states.
 
@@ -14,37 +15,39 @@ Each chunk belongs to one sample. A sample has these rows:
 - `last`: those that teach (`taught_rows`); or all, if its entry's `taught` equals `tokens`
 - `ids` to `loss_mask`: all
 
-The index is written after its shard, so an indexed shard is complete. Both carry the digest of their store's
-provenance.
+A shard gets its name when it is complete.
 """
 
 import json
 import re
-from collections.abc import Collection, Iterable
-from contextlib import ExitStack, suppress
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from eagle3.durable import Lock, lock, write_text
+from eagle3.durable import Lock, lock, publish
+from eagle3.errors import UserError
 from eagle3.parallel.rows import RULES, covered, taught
 from eagle3.parsing import parse_json
 from eagle3.states.rows import DraftLogits, LastHidden, TeacherRows
 from eagle3.states.store.codecs import CHUNK_BYTES, Codec, CodecName, Fp8, Lossless, Raw, StoreDtype, chunk_rows
-from eagle3.states.store.files import DamagedStore, first_words
+from eagle3.states.store.files import DamagedStore, Range, StoreFiles, first_words
 
-# The writer's random number, a serial number, and the kind of file. Other files in the folder are ignored.
-SHARD_NAME = re.compile(r"(shard-[0-9a-f]{8}-\d{5,})(\.safetensors|\.json)(\.partial)?")
+# The writer's random number, and a serial number. Other files in the folder are ignored.
+SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-\d{5,}\.safetensors")
+PARTIAL = ".partial"  # after the name of a shard that is being written
 # Where the tensors begin. The header before them is written last, when their sizes are known.
 DATA_START = 4096
-HIDDEN = ("aux", "last")
+HIDDEN, INDEX = ("aux", "last"), "index"
 COLUMNS = {"ids": "<i4", "argmax": "<i4", "logsumexp": "<f4", "loss_mask": "?"}
-NUMPY_TYPES = {**COLUMNS, **{f"{name}_{kind}": "<u8" for name in HIDDEN for kind in ("ends", "sums")}}
+NUMPY_TYPES = {**COLUMNS, **{f"{name}_{kind}": "<u8" for name in HIDDEN for kind in ("edges", "sums")}}
 SAFETENSORS_NAMES = {"<i4": "I32", "<f4": "F32", "?": "BOOL", "<u8": "U64", "bfloat16": "BF16", "float32": "F32"}
 
 
@@ -118,71 +121,85 @@ class Entry(NamedTuple):
     taught: int  # number of rows with last hidden states
     aux_chunk: int  # index of its first chunk of aux
     last_chunk: int  # index of its first chunk of last
+    seen: int  # number of rows with auxiliary states
     digest: str  # of all its data (`sample_digest`)
-    seen: int | None = None  # number of rows with auxiliary states; None for all
 
     def rows(self, name: str) -> int:
         """Number of its rows in `aux` or `last`."""
-        return {"aux": self.tokens if self.seen is None else self.seen, "last": self.taught}[name]
+        return {"aux": self.seen, "last": self.taught}[name]
 
     def parts(self, encoding: Encoding) -> list[tuple[str, slice]]:
         """(tensor, slice) of all its data but the hidden states, in the order in which `sample_digest` covers them."""
         parts = [(name, slice(self.row, self.row + self.tokens)) for name in COLUMNS]
         for name, first in (("aux", self.aux_chunk), ("last", self.last_chunk)):
-            chunks = slice(first, first - (-self.rows(name) // encoding.chunk_rows(name)))
-            parts += [(f"{name}_ends", chunks), (f"{name}_sums", chunks)]
+            stop = first - (-self.rows(name) // encoding.chunk_rows(name))
+            parts += [(f"{name}_edges", slice(first, stop + 1)), (f"{name}_sums", slice(first, stop))]
         return parts
 
 
-@dataclass(frozen=True)
-class ShardIndex:
-    """The index of a shard."""
+class ShardIndex(NamedTuple):
+    """The index of a shard, and where its tensors are."""
 
-    name: str  # of the index file
-    bytes: int  # size of the shard's file
+    shard: str  # name of the shard's file
+    starts: dict[str, int]  # the byte at which each tensor begins
     encoding: Encoding
     provenance_digest: str | None  # of its store; None in a spool
     samples: tuple[Entry, ...]  # after a repair, fewer than the shard holds
 
-    @property
-    def shard(self) -> str:
-        """File name of its shard."""
-        return self.name.removesuffix(".json") + ".safetensors"
 
-    def write(self, folder: Path) -> None:
-        body = _without_none(
-            {
-                "bytes": self.bytes,
-                "encoding": _without_none(asdict(self.encoding)),
-                "provenance_digest": self.provenance_digest,
-                "samples": [_without_none(entry._asdict()) for entry in self.samples],
-            }
-        )
-        write_text(folder / self.name, json.dumps({**body, "digest": json_digest(body)}) + "\n")
-
-    @staticmethod
-    def parse(text: bytes, name: str, where: str) -> "ShardIndex":
-        """Read an index. where: the store, for error messages. Raises DamagedStore."""
-        try:
-            body = parse_json(text)
-            if body.pop("digest") != json_digest(body):
-                raise ValueError("its digest does not fit")
-            samples = tuple(Entry(**entry) for entry in body["samples"])
-            return ShardIndex(name, body["bytes"], Encoding(**body["encoding"]), body.get("provenance_digest"), samples)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DamagedStore(f"{where}/{name}", f"broken index ({first_words(error)})") from error
+def read_index(files: StoreFiles, shard: str) -> ShardIndex:
+    """Raises DamagedStore."""
+    where = f"{files.where}/{shard}"
+    try:
+        (head,) = files.fetch([Range(shard, 0, DATA_START)])
+        if int.from_bytes(head[:8], "little") != DATA_START - 8:
+            raise ValueError("not written by this project")
+        header = parse_json(bytes(head[8:]))
+        starts = {name: DATA_START + header[name]["data_offsets"][0] for name in (*HIDDEN, *NUMPY_TYPES, INDEX)}
+        (text,) = files.fetch([Range(shard, starts[INDEX], DATA_START + header[INDEX]["data_offsets"][1])])
+        body = parse_json(bytes(text))
+        if body.pop("digest") != json_digest(body):
+            raise ValueError("its digest does not fit")
+        samples = tuple(Entry(**entry) for entry in body["samples"])
+        return ShardIndex(shard, starts, Encoding(**body["encoding"]), body["provenance_digest"], samples)
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise DamagedStore(where, f"broken index ({first_words(error)})") from error
 
 
-def _without_none(fields: dict) -> dict:
-    return {field: value for field, value in fields.items() if value is not None}
+def write_index(
+    file: BinaryIO, header: dict[str, Any], encoding: Encoding, digest: str | None, samples: Iterable[Entry]
+) -> None:
+    """Complete a shard: write its index, which ends it, and its header.
+
+    header: as in safetensors, of all other tensors
+    digest: see `ShardIndex.provenance_digest`
+    """
+    entries = [entry._asdict() for entry in samples]
+    body = {"encoding": asdict(encoding), "provenance_digest": digest, "samples": entries}
+    text = json.dumps({**body, "digest": json_digest(body)}).encode()
+    start = max(tensor["data_offsets"][1] for name, tensor in header.items() if name != INDEX)
+    header = {**header, INDEX: {"dtype": "U8", "shape": [len(text)], "data_offsets": [start, start + len(text)]}}
+    file.seek(DATA_START + start)
+    file.write(text)
+    file.truncate()
+    head = json.dumps(header, separators=(",", ":")).encode()
+    assert len(head) <= DATA_START - 8, "the header outgrew its place"
+    file.seek(0)
+    file.write((DATA_START - 8).to_bytes(8, "little") + head.ljust(DATA_START - 8))
+    file.flush()
 
 
-def index_name(shard: str) -> str:
-    return shard.removesuffix(".safetensors") + ".json"
-
-
-def is_index(name: str) -> bool:
-    return SHARD_NAME.fullmatch(name) is not None and name.endswith(".json")
+def replace_index(folder: Path, index: ShardIndex) -> None:
+    """Replace a shard by a copy that has this index. A kill leaves either one."""
+    path = folder / index.shard
+    copy = folder / f"{index.shard}{PARTIAL}"
+    shutil.copyfile(path, copy)
+    with copy.open("r+b") as file:
+        header = parse_json(file.read(DATA_START)[8:])
+        write_index(file, header, index.encoding, index.provenance_digest, index.samples)
+    publish(copy, path)
 
 
 def json_digest(body: dict) -> str:
@@ -221,51 +238,19 @@ def kept_rows(entry: Entry, loss_mask: Tensor) -> Tensor:
 
 
 def sample_digest(parts: Iterable[np.ndarray]) -> str:
-    """xxh3_128 over ids, argmax, logsumexp, loss mask, and the ends and checksums of the chunks of aux and of last."""
+    """xxh3_128 over ids, argmax, logsumexp, loss mask, and the edges and checksums of the chunks of aux and of last."""
     digest = xxhash.xxh3_128()
     for part in parts:
         digest.update(np.ascontiguousarray(part).view(np.uint8))
     return digest.hexdigest()
 
 
-def unfinished(names: Collection[str]) -> set[str]:
-    """Names of the shards that have files in a folder, but no index. names: the names of all files in the folder"""
-    stems = {match[1] for match in map(SHARD_NAME.fullmatch, names) if match}
-    return {f"{stem}.safetensors" for stem in stems if f"{stem}.json" not in names}
-
-
-def remove_abandoned(folder: Path, shard: str) -> None:
-    """Remove an unfinished shard, unless its writer is alive, or the file system has no locks that could tell. The
-    locks are kept until the files are gone, so that a writer that has just made one of them waits and makes it anew."""
-    index, found = folder / index_name(shard), []
-    with ExitStack() as held:
-        try:
-            for path in (folder / f"{shard}.partial", folder / shard):  # in the order in which a writer creates them
-                with suppress(FileNotFoundError):
-                    if lock(held.enter_context(path.open("rb"))) is not Lock.HELD:
-                        return
-                    found.append(path)
-        except OSError:
-            return
-        if not index.exists():  # its writer may have finished in the meantime
-            for path in (*found, *folder.glob(f".{index.name}.*")):
-                path.unlink(missing_ok=True)
-
-
-def parse_header(text: memoryview, where: str) -> tuple[dict[str, int], str | None]:
-    """Parse a shard's header. Returns the byte at which each tensor begins, and the shard's provenance_digest (see
-    `ShardIndex`).
-
-    text: the shard's first DATA_START bytes
-    where: the shard, for error messages
-
-    Raises DamagedStore.
-    """
-    try:
-        if int.from_bytes(text[:8], "little") != DATA_START - 8:
-            raise ValueError("not written by this project")
-        header = parse_json(bytes(text[8:]))
-        starts = {name: DATA_START + header[name]["data_offsets"][0] for name in (*HIDDEN, *NUMPY_TYPES)}
-        return starts, header["__metadata__"].get("provenance_digest")
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise DamagedStore(where, f"broken header ({first_words(error)})") from error
+def remove_abandoned(folder: Path) -> None:
+    """Remove the unfinished shards in a folder, except those whose writer is alive, or may be: the file system may have
+    no locks that could tell. A lock is kept until the file is gone, so that a writer that has just made it waits and
+    makes it anew."""
+    for partial in folder.glob(f"shard-*{PARTIAL}"):
+        if SHARD_NAME.fullmatch(partial.stem):
+            with suppress(OSError), partial.open("rb") as file:
+                if lock(file) is Lock.HELD:
+                    partial.unlink(missing_ok=True)

@@ -1,13 +1,12 @@
 """Write a store, alone or alongside other writers. A writer continues where the previous writer of its part stopped."""
 
 import errno
-import json
 import os
 import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
@@ -32,7 +31,6 @@ from eagle3.states.store.folder import (
     Manifest,
     Provenance,
     has_shards,
-    read_headers,
     read_indexes,
     read_own_manifest,
 )
@@ -41,16 +39,14 @@ from eagle3.states.store.shard import (
     DATA_START,
     HIDDEN,
     NUMPY_TYPES,
+    PARTIAL,
     SAFETENSORS_NAMES,
     Encoding,
     Entry,
-    ShardIndex,
-    index_name,
-    is_index,
     remove_abandoned,
     sample_digest,
     taught_rows,
-    unfinished,
+    write_index,
 )
 
 # Number of chunks that a thread encodes at a time, and most raw bytes per tensor that may wait to be encoded.
@@ -90,7 +86,6 @@ class StoreWriter(AbstractContextManager):
     record: further information; a store keeps the first writer's
     part: each part has at most one writer at a time; writers of different parts know nothing of each other
     shard_tokens: most tokens in a shard; a longer sample gets a shard of its own
-    report: gets a line about what has to be captured again
 
     Leaving the `with` block publishes the last shard. After an exception, even one that a signal raises, it does so as
     far as it can: without the sample in progress, and without an error of its own. Raises UserError if another writer
@@ -108,7 +103,6 @@ class StoreWriter(AbstractContextManager):
         part: Part = EVERYTHING,
         shard_tokens: int = 65536,
         threads: int = 4,
-        report: Callable[[str], None] = print,
     ) -> None:
         if is_url(str(path)):
             raise UserError(
@@ -129,7 +123,8 @@ class StoreWriter(AbstractContextManager):
         files = LocalFiles(self.folder)
         try:
             manifest = self._begin(files, Manifest(full_provenance, record or {}))
-            self.known = self._recover(files, manifest, report)
+            remove_abandoned(self.folder)
+            self.known = {entry.id for index in read_indexes(files, manifest) for entry in index.samples}
         except UserError:
             self._lock.close()
             raise
@@ -157,23 +152,6 @@ class StoreWriter(AbstractContextManager):
         """Whether a different writer, still alive, holds this lock."""
         with path.open("ab") as file:
             return not os.path.sameopenfile(file.fileno(), self._lock.fileno()) and lock(file) is Lock.TAKEN
-
-    def _recover(self, files: LocalFiles, manifest: Manifest, report: Callable[[str], None]) -> set[str]:
-        """Remove what dead writers left behind, forget samples whose shard is gone, and return the ids that are stored.
-        Raises UserError if a shard is damaged or belongs to a different store."""
-        sizes = files.sizes()
-        for shard in unfinished(sizes):
-            remove_abandoned(self.folder, shard)
-        for name in filter(is_index, sizes):
-            shard = (self.folder / name).with_suffix(".safetensors")
-            if not shard.exists():
-                lost_samples = ShardIndex.parse(files.read([name])[0], name, files.where).samples
-                (self.folder / name).unlink(missing_ok=True)
-                report(f"{shard}: gone; its {len(lost_samples)} samples will be captured again")
-        indexes = read_indexes(files, manifest)
-        for index in indexes:  # one at a time: local files are mapped, and mappings are limited
-            read_headers(files, [index.shard], manifest.digest)
-        return {entry.id for index in indexes for entry in index.samples}
 
     def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, rows: Rows | Iterable[Rows | KeptRows]) -> bool:
         """Write one sample. Returns False, and writes nothing, if its id is known.
@@ -232,9 +210,8 @@ class StoreWriter(AbstractContextManager):
 class ShardWriter:
     """Writes one shard front to back, under a temporary name that `publish` replaces.
 
-    Memory holds the rows that are being encoded, and 13 bytes per token. The temporary file is locked while its
-    writer lives, and so is the shard until its index exists, so that others can recognise what a dead writer left
-    behind (`remove_abandoned`).
+    Memory holds the rows that are being encoded, and 13 bytes per token. The file is locked while its writer lives, so
+    that others can recognise what a dead writer left behind (`remove_abandoned`).
 
     provenance_digest: the digest of the store that the shard belongs to; None in a spool
     """
@@ -244,7 +221,7 @@ class ShardWriter:
     ) -> None:
         self.folder, self.shard, self.encoding = folder, shard, encoding
         self.provenance_digest = provenance_digest
-        self.partial = folder / f"{shard}.partial"
+        self.partial = folder / f"{shard}{PARTIAL}"
         self.file = self.partial.open("xb+")
         # While another process is removing it as abandoned.
         while lock(self.file) is Lock.TAKEN or not self.partial.exists():
@@ -299,7 +276,7 @@ class ShardWriter:
     def begin(self, sample_id: str) -> None:
         """Begin a sample. Then `append` its rows, and `end` it before beginning the next one."""
         self.sample = Entry(
-            sample_id, self.tokens, 0, 0, *(self.blobs[name].chunks for name in HIDDEN), digest="", seen=0
+            sample_id, self.tokens, 0, 0, *(self.blobs[name].chunks for name in HIDDEN), seen=0, digest=""
         )
 
     def append(self, ids: Tensor, loss_mask: Tensor, kept: KeptRows) -> None:
@@ -326,7 +303,7 @@ class ShardWriter:
         for blob in self.blobs.values():
             blob.end_sample()
         # From here on, `cut` keeps the sample.
-        self.samples.append(self.sample._replace(seen=None) if self.encoding.window is None else self.sample)
+        self.samples.append(self.sample)
         self.tokens += self.sample.tokens
 
     def cut(self) -> bool:
@@ -340,37 +317,29 @@ class ShardWriter:
         return all(whole)
 
     def publish(self) -> None:
-        """Give the shard its final name, then write its index. Raises OSError."""
+        """Complete the shard, and give it its final name. Raises OSError."""
         self.publishing = True
         for blob in self.blobs.values():
             blob.write()
         self.aside.truncate()
         self.aside.seek(0)
         shutil.copyfileobj(self.aside, self.file, 1 << 20)
-        meta = {"codec": self.encoding.codec, "dtype": self.encoding.dtype, "provenance_digest": self.provenance_digest}
-        header, start = {"__metadata__": {key: value for key, value in meta.items() if value is not None}}, 0
-        arrays = {f"{name}_ends": np.array(blob.ends, "<u8") for name, blob in self.blobs.items()}
+        arrays = {f"{name}_edges": np.array(blob.edges, "<u8") for name, blob in self.blobs.items()}
         arrays |= {f"{name}_sums": np.array(blob.sums, "<u8") for name, blob in self.blobs.items()}
         arrays |= {name: np.concatenate(columns) for name, columns in self.columns.items()}
-        tensors = {name: (*blob.form, blob.bytes) for name, blob in self.blobs.items()}
+        tensors = {name: (*blob.form, blob.edges[-1]) for name, blob in self.blobs.items()}
         for name, array in arrays.items():
             tensors[name] = SAFETENSORS_NAMES[NUMPY_TYPES[name]], [len(array)], array.nbytes
             self.file.write(array.tobytes())
+        header, start = {}, 0
         for name, (dtype, shape, byte_count) in tensors.items():
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + byte_count]}
             start += byte_count
-        size = self.file.tell()
-        self.file.truncate()  # what was reserved beyond
-        text = json.dumps(header, separators=(",", ":")).encode()
-        assert len(text) <= DATA_START - 8, "the header outgrew its place"
-        self.file.seek(0)
-        self.file.write((DATA_START - 8).to_bytes(8, "little") + text.ljust(DATA_START - 8))
-        self.file.flush()
-        publish(self.partial, self.folder / self.shard)
         small = ([arrays[name][part] for name, part in entry.parts(self.encoding)] for entry in self.samples)
         digests = map(sample_digest, small)
-        samples = tuple(entry._replace(digest=digest) for entry, digest in zip(self.samples, digests, strict=True))
-        ShardIndex(index_name(self.shard), size, self.encoding, self.provenance_digest, samples).write(self.folder)
+        samples = [entry._replace(digest=digest) for entry, digest in zip(self.samples, digests, strict=True)]
+        write_index(self.file, header, self.encoding, self.provenance_digest, samples)
+        publish(self.partial, self.folder / self.shard)
         self.file.close()
         self.aside.close()
 
@@ -380,7 +349,7 @@ class ShardWriter:
             with suppress(OSError):  # buffered bytes may not fit on the disk, which may be why the shard is discarded
                 file.close()
         with suppress(OSError):  # what is left here is removed by the next writer
-            remove_abandoned(self.folder, self.shard)
+            self.partial.unlink(missing_ok=True)
 
 
 class Blob:
@@ -393,8 +362,8 @@ class Blob:
         self.waiting: list[Tensor] = []  # rows of an incomplete chunk
         # Pieces that are being encoded, with the number of their raw bytes.
         self.jobs: deque[tuple[Future[Sequence[memoryview | bytes]], int]] = deque()
-        self.rows = self.chunks = self.bytes = 0
-        self.ends: list[int] = []
+        self.rows = self.chunks = 0
+        self.edges = [0]  # of the chunks, in bytes
         self.sums: list[int] = []
 
     @property
@@ -402,7 +371,7 @@ class Blob:
         """The tensor's dtype, as safetensors calls it, and its shape."""
         if self.encoding.codec_of(self.name) == "none":
             return SAFETENSORS_NAMES[self.encoding.dtype], [self.rows, self.encoding.width(self.name)]
-        return "U8", [self.bytes]
+        return "U8", [self.edges[-1]]
 
     def append(self, rows: Tensor, sample_id: str) -> None:
         rows = rows.to(self.encoding.number_format)
@@ -430,12 +399,11 @@ class Blob:
         OSError."""
         self.waiting = []
         self.write()
-        if not len(self.ends) == len(self.sums) == self.chunks:
+        if not len(self.edges) - 1 == len(self.sums) == self.chunks:
             return False
         self.rows, self.chunks = sum(counts), sum(-(-rows // self.chunk_rows) for rows in counts)
-        del self.ends[self.chunks :], self.sums[self.chunks :]
-        self.bytes = self.ends[-1] if self.ends else 0
-        self.file.seek(self.start + self.bytes)
+        del self.edges[self.chunks + 1 :], self.sums[self.chunks :]
+        self.file.seek(self.start + self.edges[-1])
         self.file.truncate()
         return True
 
@@ -452,6 +420,5 @@ class Blob:
             encoded, _ = self.jobs.popleft()
             for chunk in encoded.result():
                 self.file.write(chunk)
-                self.bytes += len(chunk)
-                self.ends.append(self.bytes)
+                self.edges.append(self.edges[-1] + len(chunk))
                 self.sums.append(xxhash.xxh3_64_intdigest(chunk))

@@ -234,8 +234,8 @@ class Servers:
             "input_ids": request.ids.tolist(),
             "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
         }
-        index, failure_note = self.folder / ticket.index, self.folder / ticket.mark("failed")
-        if index.exists():  # a server had written it, but its answer was lost
+        shard, failure_note = self.folder / ticket.shard, self.folder / ticket.mark("failed")
+        if shard.exists():  # a server had written it, but its answer was lost
             return
         try:
             answer = ask(url, "/generate", Generated, body, timeout=self.answer_seconds)
@@ -247,7 +247,7 @@ class Servers:
         if answer.ended_by == "abort":
             raise OSError(f"aborted: {answer.message}")
         answer_time = last_look = time.monotonic()
-        while not index.exists():
+        while not shard.exists():
             with suppress(FileNotFoundError):
                 raise UserError(f"{url}: {failure_note.read_text(encoding='utf-8')}")
             if self.closed or request.arrived.done():  # by another server, so that this one's rows may be dropped
@@ -454,7 +454,6 @@ class SGLangTarget:
             location = self.reader.wait(ticket)
             self.reader.require_tokens(location, ids)
             yield place, self._parts(location)
-            self.reader.forget(ticket)
             self.producer.release(ticket)
 
     def _parts(self, location: Location) -> Iterator[KeptRows]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from eagle3.durable import writing
 from eagle3.states.rows import KeptRows, Rows
 from eagle3.states.spool import REMEDY, Ticket, WantedRows, fail, is_own_folder, is_wanted, spool_bytes
-from eagle3.states.store.shard import Encoding, index_name
+from eagle3.states.store.shard import Encoding
 from eagle3.states.store.writer import ShardWriter
 
 ENCODING_THREADS = 2
@@ -186,17 +186,13 @@ class SampleShard(ShardWriter):
     def publish(self) -> None:
         self.end()
         super().publish()
-        names = (self.shard, index_name(self.shard))
+        place = self.job / self.shard
         # Another server may have been faster. Then its sample is in use, or was, and is not wanted any more.
-        if (self.job / names[1]).exists() or not is_wanted(self.job, self.ticket):
-            self.discard()
-            return
-        for name in names:  # the index last, since it marks the sample as complete
-            (self.folder / name).replace(self.job / name)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if not is_wanted(self.job, self.ticket):  # since that moment
-            for name in names:
-                (self.job / name).unlink(missing_ok=True)
+        if is_wanted(self.job, self.ticket) and not place.exists():
+            (self.folder / self.shard).replace(place)
+            if not is_wanted(self.job, self.ticket):  # since that moment
+                place.unlink(missing_ok=True)
+        self.discard()
 
     def discard(self) -> None:
         super().discard()
