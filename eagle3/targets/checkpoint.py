@@ -57,7 +57,7 @@ def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> Pr
     config of that architecture's type. Raises UserError if the config cannot be read, or needs code that is neither
     installed nor allowed; the message names what is missing.
     """
-    with readable(name, "config"), sound_config(name):
+    with readable(name, "config", file="config.json"):
         values = config_values(name, revision)
         if trust_remote_code or values.get("model_type") in (None, *CONFIG_MAPPING):
             return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -167,25 +167,12 @@ def indexed_files(name: str, path: Path) -> dict[str, str]:
     return files
 
 
-@contextlib.contextmanager
-def sound_config(name: str, file: str = "config.json") -> Iterator[None]:
-    """Turn transformers' errors about unexpected values in `file` into a one-line UserError."""
-    try:
-        yield
-    except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:
-        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-        raise UserError(
-            f"target {name!r}: its {file} has a value that transformers {transformers.__version__} does not accept "
-            f"({type(error).__name__}: {reason}); fix it, or name another checkpoint in model.target"
-        ) from error
-
-
 def load_tokenizer(
     name_or_path: str | Path, *, revision: str | None = None, trust_remote_code: bool | Literal["tokenizer"] = False
 ) -> PreTrainedTokenizerBase:
     """The target's tokenizer. trust_remote_code: as in a recipe. Raises UserError if there is none."""
     name = str(name_or_path)
-    with readable(name, "tokenizer"), sound_config(name, "tokenizer_config.json"):
+    with readable(name, "tokenizer", file="tokenizer_config.json"):
         # Pass the config; otherwise transformers reads it itself and fails on an unknown model_type.
         config = whole_config(name, revision, trust_remote_code is True)
         if not trust_remote_code and (code := tokenizer_code(name, revision)):
@@ -205,7 +192,7 @@ def tokenizer_code(name: str, revision: str | None = None) -> str | None:
     """The class, as `file.Class`, of a tokenizer that is the checkpoint's own code. None if transformers can do
     without, because it has the tokenizer's class, or there is a tokenizer.json: from other files it makes a tokenizer
     that may split text in another way."""
-    with readable(name, "tokenizer"), sound_config(name, "tokenizer_config.json"):
+    with readable(name, "tokenizer", file="tokenizer_config.json"):
         config = get_tokenizer_config(name, revision=revision)
         files = config.get("auto_map") or {}
         classes = files.get("AutoTokenizer") if isinstance(files, dict) else files  # a list in old checkpoints
@@ -322,9 +309,12 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 @contextlib.contextmanager
-def readable(name: str, part: str, remedy: str | None = None) -> Iterator[None]:
-    """Turn errors that transformers and the hub raise for an unreadable checkpoint into a one-line UserError that
-    ends with `remedy`, by default the advice to name a complete checkpoint."""
+def readable(name: str, part: str, remedy: str | None = None, file: str | None = None) -> Iterator[None]:
+    """Turn errors that transformers and the hub raise for an unreadable checkpoint into a one-line UserError.
+
+    remedy: its end; default: the advice to name a complete checkpoint
+    file: what is read, if unexpected values in it may raise errors of other kinds
+    """
     require_folder(name)
     try:
         if not Path(name).is_dir() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
@@ -333,6 +323,12 @@ def readable(name: str, part: str, remedy: str | None = None) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # a damaged file can cause any exception: tokenizers raises plain Exceptions
+        if file and isinstance(error, AttributeError | KeyError | TypeError | StrictDataclassError):
+            reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
+            raise UserError(
+                f"target {name!r}: its {file} has a value that transformers {transformers.__version__} does not accept "
+                f"({type(error).__name__}: {reason}); fix it, or name another checkpoint in model.target"
+            ) from error
         reason = f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
         if not isinstance(error, OSError | ValueError | ImportError | RuntimeError | SafetensorError):
             reason = f"{type(error).__name__}: {reason}"
