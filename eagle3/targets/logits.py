@@ -6,7 +6,7 @@ as without shards, and the draft vocabulary's columns for its own rows. No rank 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -77,6 +77,35 @@ class TeacherSummary(NamedTuple):
     argmax: Tensor  # [N] int64, over the full vocabulary
     logsumexp: Tensor  # [N] fp32 (fp64 for fp64 inputs), over the full vocabulary
 
+    @classmethod
+    def of(cls, logits: Tensor) -> Self:
+        """logits: [N, V]. Ties go to the lowest id."""
+        exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return cls(exact.argmax(-1), exact.logsumexp(-1))
+
+
+Summary = TypeVar("Summary", bound=NamedTuple)
+
+
+def by_blocks(
+    last: Tensor,
+    logits_of: Callable[[Tensor], Tensor],
+    summarize: Callable[[Tensor], Summary],
+    columns: Tensor | None = None,
+    block_rows: int = BLOCK_ROWS,
+) -> tuple[Summary, Tensor | None]:
+    """Compute the logits of last hidden states [N, Ht], which exist for one block of rows at a time. Returns their
+    summary, and those in `columns` [n] as [N, n]; None without columns."""
+    summaries, chosen = [], []
+    for rows in last.split(block_rows):
+        logits = logits_of(rows)
+        if columns is not None:
+            chosen.append(logits.index_select(1, columns))
+        summaries.append(summarize(logits))
+        del logits  # before the next block's are made
+    summary = type(summaries[0])(*map(torch.cat, zip(*summaries, strict=True)))
+    return summary, torch.cat(chosen) if chosen else None
+
 
 @torch.no_grad()
 def summarize_teacher(
@@ -87,11 +116,8 @@ def summarize_teacher(
     Logits are fp32 even for bf16 inputs (fp64 for fp64 ones) and exist for one block at a time. Ties go to the lowest
     id.
     """
-    logits_of, blocks = exact_logits(head, transform, last.dtype), []
-    for rows in last.split(block_rows):
-        logits = logits_of(rows)
-        blocks.append(TeacherSummary(logits.argmax(-1), logits.logsumexp(-1)))
-    return TeacherSummary(*map(torch.cat, zip(*blocks, strict=True)))
+    summary, _ = by_blocks(last, exact_logits(head, transform, last.dtype), TeacherSummary.of, block_rows=block_rows)
+    return summary
 
 
 def exact_logits(head: Tensor, transform: LogitTransform, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import decoder_layers, decoder_of, load_causal_lm
 from eagle3.targets.facts import length_ropes
 from eagle3.targets.head import model_head
-from eagle3.targets.logits import BLOCK_ROWS, TeacherSummary, check_tokens, summarize_teacher
+from eagle3.targets.logits import TeacherSummary, by_blocks, check_tokens, exact_logits
 
 
 class TransformersTarget:
@@ -106,18 +107,11 @@ class TransformersTarget:
     def teach(self, output: BaseModelOutput, last: Tensor) -> TeacherRows:
         """The teacher's values after last hidden states `last` [N, Ht], which are rows of the decoder's `output`.
         Logits are in the model's own dtype. Raises UserError if the values are not finite."""
+        logits_of = partial(self.own_logits, output)
         if self.draft_ids is None:
-            return LastHidden(last, *_finite(summarize_teacher(last, self.head.head, transform=self.head.transform)))
-        draft_logits, summaries = [], []
-        for rows in last.split(BLOCK_ROWS):
-            logits = self.own_logits(output, rows)
-            draft_logits.append(logits[:, self.draft_ids])
-            exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            summaries.append(TeacherSummary(exact.argmax(-1), exact.logsumexp(-1)))
-            del logits, exact  # before the next block's are made
-        return DraftLogits(
-            torch.cat(draft_logits), *_finite(TeacherSummary(*map(torch.cat, zip(*summaries, strict=True))))
-        )
+            logits_of = exact_logits(self.head.head, self.head.transform, last.dtype)
+        summary, draft_logits = by_blocks(last, logits_of, TeacherSummary.of, self.draft_ids)
+        return self.teacher(last if draft_logits is None else draft_logits, *_finite(summary))
 
     @torch.no_grad()
     def own_logits(self, output: BaseModelOutput, last: Tensor) -> Tensor:
@@ -178,7 +172,7 @@ class TransformersTarget:
                 f"target {name!r}: {type(self.model).__name__} cannot run ({type(error).__name__}: {error!s:.200}); "
                 "fix its config.json, or choose another target"
             ) from error
-        _finite(TeacherSummary(logits.argmax(-1), logits.logsumexp(-1)))
+        _finite(TeacherSummary.of(logits))
         last, remedy = outputs[0].last_hidden_state[0], "choose another target"
         if self.draft_ids is None:
             expected = self.head.transform.apply(last.float() @ self.head.head.float().T)

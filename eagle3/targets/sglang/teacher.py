@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from eagle3.errors import UserError
 from eagle3.targets.logits import (
-    BLOCK_ROWS,
     DraftColumns,
     ShardSummary,
     TeacherSummary,
+    by_blocks,
     exact_logits,
     local_columns,
 )
@@ -48,15 +48,8 @@ class ServedTeacher:
     def taught(self, last: Tensor, counts: list[int]) -> Taught:
         """What this rank's columns say of rows `last` [M, H], of which `counts` belong to each rank, the first one's
         first. Logits exist for one block of rows at a time, and are computed once."""
-        summaries, drafted = [], []
-        for block in last.split(BLOCK_ROWS):
-            logits = self.logits(block)
-            if self.local is not None:
-                drafted.append(logits.index_select(1, self.local))
-            summaries.append(ShardSummary.of(logits, self.head.first_id, self.head.valid))
-            del logits  # before the next block's are made
-        summary = ShardSummary(*map(torch.cat, zip(*summaries, strict=True)))
-        return Taught(last, summary, torch.cat(drafted) if drafted else None, counts)
+        summarize = partial(ShardSummary.of, first_id=self.head.first_id, valid=self.head.valid)
+        return Taught(last, *by_blocks(last, self.logits, summarize, self.local), counts)
 
     def combined(self, taught: Taught, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
         """The teacher's values, argmax and logsumexp of the rows that belong to this rank. Collective over `group`."""
