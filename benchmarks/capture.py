@@ -346,7 +346,7 @@ def bytes_per_token(options: argparse.Namespace, share: float) -> float:
     from eagle3.states.store.shard import Encoding
 
     encoding = Encoding("none", options.spool_dtype, options.hidden)
-    return spool_bytes(encoding, options.tokens, WantedRows(supervised(options, share))) / options.tokens
+    return spool_bytes(encoding, WantedRows(supervised(options, share))) / options.tokens
 
 
 def _markdown(document: dict[str, Any]) -> str:

@@ -149,7 +149,7 @@ def write_samples(folder: Path, options: argparse.Namespace) -> None:
 
     from eagle3.states.rows import Rows
     from eagle3.states.spool import Spool, Ticket, WantedRows, want
-    from eagle3.targets.sglang.spool_writer import RequestRows, Selection, SpoolWriter
+    from eagle3.targets.sglang.spool_writer import RequestRows, SpoolWriter
 
     folder.mkdir()
     encoding, generator = encoding_of(options), torch.Generator().manual_seed(0)
@@ -158,13 +158,12 @@ def write_samples(folder: Path, options: argparse.Namespace) -> None:
     predictions = torch.zeros(options.tokens, dtype=torch.long), torch.ones(options.tokens)
     rows = Rows(aux, encoding.teacher(last, *predictions))
     with Spool(folder.parent / "written", lambda line: None) as spool:
-        writer = SpoolWriter(spool.folder, torch.bfloat16)
+        writer = SpoolWriter(spool.folder, encoding)
         for place, sample in enumerate(samples_of(options)):
             ticket, wanted = Ticket.of(spool.job, f"{place:032x}", options.tokens, 0), WantedRows(sample.loss_mask)
             want(spool.path, ticket, wanted)
-            selection = Selection.of(wanted, options.tokens, encoding)
-            share = RequestRows(ticket, 0, 0, 0, selection)
-            writer.take(share, sample.ids, Rows(rows.aux, rows.teacher[selection.taught]))
+            share = RequestRows(ticket, 0, 0, slice(0, options.tokens), wanted)
+            writer.take(share, sample.ids, Rows(rows.aux, rows.teacher[wanted.taught]))
         writer.thread.shutdown()
         for path in spool.path.glob("*.safetensors"):
             path.rename(folder / path.name)

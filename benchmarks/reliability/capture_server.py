@@ -21,7 +21,7 @@ from eagle3.states.spool import Ticket, wanted_rows
 from eagle3.targets.checkpoint import fingerprint
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import TESTED
-from eagle3.targets.sglang.spool_writer import RequestRows, Selection, SpoolWriter
+from eagle3.targets.sglang.spool_writer import RequestRows, SpoolWriter
 from eagle3.targets.sglang.version import HOOK, REQUIRED_SETTINGS
 from eagle3.targets.transformers import load_target
 
@@ -69,7 +69,7 @@ class Server(ThreadingHTTPServer):
         self.target = load_target(options.target, dtype="float32", aux_layers=tuple(options.aux))
         identity = fingerprint(str(options.target))
         self.settings = HookSettings(str(options.spool), "float32", identity, self.target.hidden_size)
-        self.writer = SpoolWriter(options.spool, torch.float32)
+        self.writer = SpoolWriter(options.spool, self.settings.encoding)
         self.lock = threading.Lock()
         self.info = REQUIRED_SETTINGS | {
             "version": str(TESTED),
@@ -88,9 +88,9 @@ class Server(ThreadingHTTPServer):
             if self.count > self.after:
                 rows = self.flaw(rows)
             job = Path(self.settings.spool) / ticket.job
-            wanted = Selection.of(wanted_rows(job, ticket), len(ids), self.settings.encoding)
+            wanted = wanted_rows(job, ticket)
             kept = Rows(rows.aux[wanted.seen], rows.teacher[wanted.taught])
-            self.writer.take(RequestRows(ticket, 0, 0, 0, wanted), ids, kept)
+            self.writer.take(RequestRows(ticket, 0, 0, slice(0, len(ids)), wanted), ids, kept)
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -223,7 +223,8 @@ def capture_target(job: Job, kept: Encoding, expected: Rows | None, processes: i
     """
     settings, target, engine = hook_settings(job), job.recipe.target, None
     most = round(target.spool_gib * 2**30 / processes)
-    require_spool_room(job.inputs.longest, spool_bytes(settings.encoding, job.inputs.longest), most)
+    longest = job.inputs.longest
+    require_spool_room(longest, spool_bytes(settings.encoding, WantedRows.all(longest)), most)
     with ExitStack() as stack:
         spool = stack.enter_context(Spool(settings.spool, say, most))
         urls = target.servers
@@ -285,7 +286,7 @@ def _probe(job: Job, url: str, say: Say) -> tuple[str, Rows]:
     settings, vocab_size = hook_settings(job), job.known.config.vocab_size
     with Spool(settings.spool, say) as spool:
         servers = Servers([url], spool.path, 1, say, PROBE_SECONDS)
-        room = 2 * spool_bytes(settings.encoding, PROBE_TOKENS)
+        room = 2 * spool_bytes(settings.encoding, WantedRows.all(PROBE_TOKENS))
         with closing(Producer(servers, spool, room, readers=0)) as producer:
             target = SGLangTarget(producer, settings.encoding, vocab_size=vocab_size, aux_layers=job.known.aux_layers)
             (rows,) = target.prefill([probe_document(vocab_size)])
@@ -330,7 +331,8 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
     probe = agreed((lambda: _compare_servers(job, say)) if topology.is_first else None)
     settings, kept = hook_settings(job), store_encoding(job.recipe, job.shape)
     most = round(target.spool_gib * 2**30 / topology.data.size())
-    require_spool_room(job.inputs.longest, spool_bytes(settings.encoding, job.inputs.longest), most)
+    longest = job.inputs.longest
+    require_spool_room(longest, spool_bytes(settings.encoding, WantedRows.all(longest)), most)
     with ExitStack() as stack:
         asks = topology.stream.rank() == 0
         spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say, most))) if asks else None)
@@ -346,7 +348,7 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
 
             def ask(ticket: Ticket, reading: Reading) -> None:
                 ids, wanted = reading.sample.ids, WantedRows(reading.supervised, kept.window, kept.ttt_steps)
-                producer.ask(ticket, ids, wanted, spool_bytes(settings.encoding, len(ids), wanted))
+                producer.ask(ticket, ids, wanted, spool_bytes(settings.encoding, wanted))
 
         reader = SpoolReader(Path(settings.spool) / message[0], topology.stream.rank(), job.known.config.vocab_size)
         source = SpooledSource(reader, message[0], ask)

@@ -21,6 +21,8 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from secrets import token_hex
 from typing import NamedTuple, Self
@@ -83,56 +85,56 @@ class Ticket(NamedTuple):
         return self.shard.removesuffix(".safetensors") + f".{kind}"
 
 
-class WantedRows(NamedTuple):
+@dataclass(frozen=True)
+class WantedRows:
     """What a job reads of a sample: predictions at the rows that teach, and auxiliary states at the rows that a draft
     with this window reads in so many steps (see Encoding)."""
 
     loss_mask: Tensor  # [T] bool
     window: int | None = None  # None: all rows
     ttt_steps: int | None = None
+    every: bool = False  # whether the predictions at all rows are wanted
 
-    @property
+    @classmethod
+    def all(cls, tokens: int) -> Self:
+        """Everything of a sample."""
+        return cls(torch.zeros(tokens, dtype=torch.bool), every=True)
+
+    @cached_property
     def seen(self) -> Tensor:
         """[T] bool: rows whose auxiliary states are wanted."""
         return seen_rows(self.loss_mask, self.window, self.ttt_steps)
 
-    @property
+    @cached_property
     def taught(self) -> Tensor:
         """[T] bool: rows whose predictions are wanted."""
-        return taught_rows(self.loss_mask)
+        return torch.ones_like(self.loss_mask) if self.every else taught_rows(self.loss_mask)
 
 
-def want(folder: Path, ticket: Ticket, rows: WantedRows | None) -> None:
-    """Say in a job's folder that a sample is wanted, and which of its rows; None: all."""
-    values = None
-    if rows is not None:
-        edges = torch.nn.functional.pad(rows.loss_mask.to(torch.int8), (1, 1)).diff().nonzero().flatten().tolist()
-        values = {"window": rows.window, "ttt_steps": rows.ttt_steps, "tokens": len(rows.loss_mask), "edges": edges}
-    write_text(folder / ticket.mark("wanted"), json.dumps(values))
+def want(folder: Path, ticket: Ticket, rows: WantedRows) -> None:
+    """Say in a job's folder that a sample is wanted, and which of its rows."""
+    edges = torch.nn.functional.pad(rows.loss_mask.to(torch.int8), (1, 1)).diff().nonzero().flatten().tolist()
+    settings = {"window": rows.window, "ttt_steps": rows.ttt_steps, "every": rows.every}
+    write_text(folder / ticket.mark("wanted"), json.dumps({"edges": edges, "settings": settings}))
 
 
-def wanted_rows(folder: Path, ticket: Ticket) -> WantedRows | None:
-    """The rows that are wanted of a sample; None: all. Raises FileNotFoundError if it is not wanted, or no longer."""
+def wanted_rows(folder: Path, ticket: Ticket) -> WantedRows:
+    """The rows that are wanted of a sample. Raises FileNotFoundError if it is not wanted, or no longer."""
     values = parse_json((folder / ticket.mark("wanted")).read_bytes())
-    if values is None:
-        return None
-    mask = torch.zeros(values["tokens"], dtype=torch.bool)
+    mask = torch.zeros(ticket.tokens, dtype=torch.bool)
     for start, stop in zip(values["edges"][::2], values["edges"][1::2], strict=True):
         mask[start:stop] = True
-    return WantedRows(mask, values["window"], values["ttt_steps"])
+    return WantedRows(mask, **values["settings"])
 
 
 def is_wanted(folder: Path, ticket: Ticket) -> bool:
     return (folder / ticket.mark("wanted")).exists()
 
 
-def spool_bytes(encoding: Encoding, tokens: int, wanted: WantedRows | None = None) -> int:
-    """Size of a sample in the spool, without its index and tables, which take a few bytes per chunk. wanted: its rows
-    that are wanted; None: all."""
-    shares = (1.0, 1.0)
-    if wanted is not None:
-        shares = (float(wanted.taught.float().mean()), float(wanted.seen.float().mean()))
-    return DATA_START + round(tokens * token_bytes(encoding, *shares))
+def spool_bytes(encoding: Encoding, wanted: WantedRows) -> int:
+    """Size of a sample in the spool, without its index and tables, which take a few bytes per chunk."""
+    shares = (float(rows.float().mean()) for rows in (wanted.taught, wanted.seen))
+    return DATA_START + round(len(wanted.loss_mask) * token_bytes(encoding, *shares))
 
 
 class Spool(AbstractContextManager):
@@ -189,24 +191,19 @@ def own_folder(folder: Path) -> None:
     be created, or if others may write to it."""
     with writing(folder, REMEDY):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        problem = _not_ours(folder)
-    if problem:
+    if problem := foreign(folder):
         raise UserError(
             f"target.spool: {folder} {problem}, so others could read or change what is trained on; name a folder that "
             "does not exist yet, on the same file system"
         )
 
 
-def is_own_folder(folder: Path) -> bool:
+def foreign(folder: Path) -> str:
+    """The reason why others may write to the folder, or why that cannot be told; empty if they may not."""
     try:
-        return not _not_ours(folder)
-    except OSError:
-        return False
-
-
-def _not_ours(folder: Path) -> str:
-    """The reason why others may write to the folder; empty if they may not."""
-    status = folder.lstat()
+        status = folder.lstat()
+    except OSError as error:
+        return f"cannot be looked at ({error.strerror})"
     if stat.S_ISLNK(status.st_mode):
         return "is a symbolic link"
     if status.st_uid != os.geteuid():

@@ -36,11 +36,10 @@ from eagle3.states.spool import (
     want,
     wanted_rows,
 )
-from eagle3.states.store.shard import Encoding
 from eagle3.targets.sglang.client import Producer, Request, Servers
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import require_supported
-from eagle3.targets.sglang.spool_writer import RequestRows, Selection, SpoolWriter
+from eagle3.targets.sglang.spool_writer import RequestRows, SpoolWriter
 from eagle3.targets.sglang.version import require_captured
 from eagle3.text.samples import Sample, SampleSet, Spans
 
@@ -59,18 +58,20 @@ def ticket_of(job: str, one: Sample, time_asked: int = 0) -> Ticket:
 def requested(spool: Spool, one: Sample, rows: WantedRows | None = None) -> Ticket:
     """The ticket of a sample that the spool's job waits for."""
     ticket = ticket_of(spool.job, one)
-    want(spool.path, ticket, rows)
+    want(spool.path, ticket, rows or WantedRows.all(len(one.ids)))
     return ticket
 
 
+ENCODING = HookSettings("spool", "float32", "target", HIDDEN).encoding
+
+
 def hook_writer(spool: Spool) -> SpoolWriter:
-    return SpoolWriter(spool.folder, torch.float32)
+    return SpoolWriter(spool.folder, ENCODING)
 
 
 def share_of(ticket: Ticket, start: int, stop: int, rows: WantedRows | None = None) -> RequestRows:
     """Rows [start, stop) of a sample, of which the job wants these `rows`."""
-    encoding = HookSettings("spool", "float32", "target", HIDDEN).encoding
-    return RequestRows(ticket, 0, 0, start, Selection.of(rows, ticket.tokens, encoding)[start:stop])
+    return RequestRows(ticket, 0, 0, slice(start, stop), rows or WantedRows.all(ticket.tokens))
 
 
 def feed(writer: SpoolWriter, ticket: Ticket, one: Sample, states: Rows, cuts: list[int]) -> None:
@@ -106,11 +107,10 @@ def test_of_a_request_for_some_rows_those_alone_come_back(tmp_path, window, cuts
     with Spool(tmp_path) as spool:
         ticket, writer = requested(spool, one, wanted), hook_writer(spool)
         found = wanted_rows(spool.path, ticket)
-        assert torch.equal(found.loss_mask, mask) and found[1:] == wanted[1:]
+        assert torch.equal(found.loss_mask, mask) and (found.window, found.ttt_steps) == (window, wanted.ttt_steps)
         for start, stop in zip([0, *cuts], [*cuts, 40], strict=True):
             share = share_of(ticket, start, stop, found)
-            seen, taught = share.wanted.seen, share.wanted.taught
-            rows = Rows(states.aux[start:stop][seen], states.teacher[start:stop][taught])
+            rows = Rows(states.aux[start:stop][share.seen], states.teacher[start:stop][share.taught])
             writer.take(share, one.ids[start:stop], rows)
         reader = SpoolReader(spool.path, 0)
         location = reader.wait(ticket)
@@ -121,9 +121,8 @@ def test_of_a_request_for_some_rows_those_alone_come_back(tmp_path, window, cuts
         got = reader.read(location, seen, taught)
         for name, kind in states.named().items():
             assert torch.equal(got.named()[name], kind[seen if name == "aux" else taught]), name
-        encoding = HookSettings("spool", "float32", "target", HIDDEN).encoding
         needed = 4096 + 40 * 13 + 4 * HIDDEN * (3 * len(seen) + 6)
-        assert 0 <= spool_bytes(encoding, 40, wanted) - needed < 8, "but for checksums"
+        assert 0 <= spool_bytes(ENCODING, wanted) - needed < 8, "but for checksums"
         spool.remove(ticket, 0)
         assert sorted(os.listdir(spool.path)) == [LOCK, RESERVE]
 
@@ -377,9 +376,9 @@ def test_a_folder_that_others_may_write_is_refused_by_jobs_and_servers(tmp_path,
     assert not list(folder.iterdir())
     job = folder / "0123456789abcdef"
     job.mkdir()
-    writer = SpoolWriter(folder, torch.float32)
+    writer = SpoolWriter(folder, ENCODING)
     ticket = ticket_of(job.name, one)
-    want(job, ticket, None)
+    want(job, ticket, WantedRows.all(4))
     feed(writer, ticket, one, states, [])
     writer.refuse(ticket, "a reason")
     writer.thread.shutdown()
@@ -436,7 +435,7 @@ def test_training_and_held_out_samples_never_meet_in_one_file(tmp_path):
 
         def ask(ticket, asked) -> None:
             shards.append(ticket.shard)
-            want(spool.path, ticket, None)
+            want(spool.path, ticket, WantedRows.all(12))
             feed(writer, ticket, one, states, [])
 
         train = SpooledSource(SpoolReader(spool.path, 0), spool.job, ask)
@@ -487,15 +486,15 @@ def test_of_a_sample_whose_spans_are_drawn_anew_only_the_drawn_ones_are_asked_fo
 
 
 def test_a_sample_that_never_fits_the_spool_is_refused_with_the_size_it_needs(tmp_path):
-    encoding = Encoding("none", "float32", HIDDEN)
     one, _ = a_sample(1, 4000)
+    wanted = WantedRows.all(4000)
     with Spool(tmp_path) as spool:
         servers = Servers(["http://127.0.0.1:9"], spool.path, 1)
         producer = Producer(servers, spool, most_bytes=2**20, readers=0)
         with pytest.raises(
             UserError, match=r"target.spool_gib: leaves this process 0.000977 GiB, but a sample of 4,000 tokens takes"
         ):
-            producer.ask(ticket_of(spool.job, one), one.ids, None, spool_bytes(encoding, 4000))
+            producer.ask(ticket_of(spool.job, one), one.ids, wanted, spool_bytes(ENCODING, wanted))
         producer.close()
 
 
@@ -506,7 +505,9 @@ def test_with_no_server_left_every_request_fails_with_the_remedy(tmp_path):
         # So many that a request could be blamed for what its servers' other requests met, too.
         servers = Servers(["http://127.0.0.1:9", "http://127.0.0.1:10"], spool.path, 16, lines.append)
         producer = Producer(servers, spool, most_bytes=2**30, readers=1)
-        futures = [producer.ask(ticket_of(spool.job, one, time), one.ids, None, 10_000) for time in range(3)]
+        futures = [
+            producer.ask(ticket_of(spool.job, one, time), one.ids, WantedRows.all(4), 10_000) for time in range(3)
+        ]
         for future in futures:
             with pytest.raises(UserError, match="no server is left.*--resume"):
                 future.result(60)
@@ -522,7 +523,7 @@ def test_a_sample_outlives_every_server_but_the_last(tmp_path):
     ticket, death = ticket_of("job", one), OSError("died")
     for slow in (False, True):
         servers = Servers(urls, tmp_path, 0, lambda line: None)  # asks nothing by itself
-        servers.request(Request(ticket, one.ids, None, Future()))
+        servers.request(Request(ticket, one.ids, WantedRows.all(4), Future()))
         taken = servers._next(first)
         if slow:  # the second is asked, too, and dies, while the first is still at work
             servers.asked[first, ticket] = taken._replace(slow=first), 0.0
@@ -565,7 +566,7 @@ def test_a_sample_that_is_read_before_its_server_answers_does_not_hold_up_the_ne
             servers = Servers([f"http://127.0.0.1:{server.server_port}"], spool.path, 1)
             producer = Producer(servers, spool, most_bytes=2**30, readers=1)
             for each in (one, other):
-                producer.ask(ticket_of(spool.job, each), each.ids, None, 10_000).result(HANG_SECONDS)
+                producer.ask(ticket_of(spool.job, each), each.ids, WantedRows.all(4), 10_000).result(HANG_SECONDS)
             wait_until(lambda: not producer.samples)
             assert sorted(path.name for path in spool.path.iterdir()) == [LOCK, RESERVE]
             producer.close()
@@ -578,7 +579,7 @@ def test_a_mistake_in_the_thread_that_asks_ends_the_wait_of_who_asked(tmp_path):
     with Spool(tmp_path) as spool:
         producer = Producer(Servers(["http://127.0.0.1:9"], spool.path, 1), spool, most_bytes=2**30, readers=1)
         with pytest.raises(UserError, match="AttributeError.*this is a bug"):
-            producer.ask(ticket_of(spool.job, one), [1, 2, 3, 4], None, 10_000).result(HANG_SECONDS)
+            producer.ask(ticket_of(spool.job, one), [1, 2, 3, 4], WantedRows.all(4), 10_000).result(HANG_SECONDS)
         with pytest.raises(UserError, match="this is a bug"):
             SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one))
         producer.close()

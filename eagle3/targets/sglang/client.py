@@ -59,7 +59,7 @@ class Request(NamedTuple):
 
     ticket: Ticket
     ids: Tensor  # [T], token ids of the sample
-    wanted: WantedRows | None  # None: all rows
+    wanted: WantedRows
     arrived: "Future[None]"  # done when the sample is in the spool; its exception is a UserError
     failures: int = 0  # how many times a server did not answer it
     slow: str | None = None  # a server that has been asked, and takes too long
@@ -342,7 +342,7 @@ class Producer:
         if readers:
             threading.Thread(target=self._reap, name="reap", daemon=True).start()
 
-    def ask(self, ticket: Ticket, ids: Tensor, wanted: WantedRows | None, size: int) -> "Future[None]":
+    def ask(self, ticket: Ticket, ids: Tensor, wanted: WantedRows, size: int) -> "Future[None]":
         """Request a sample, of which the wanted rows take `size` bytes. The future is done when the sample is in the
         spool. Raises UserError if the sample can never fit."""
         require_spool_room(ticket.tokens, size, self.most_bytes)
@@ -420,7 +420,7 @@ class SGLangTarget:
 
     def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
         """See `Target.prefill`."""
-        arriving = self._arriving((ids, None) for ids in documents)
+        arriving = self._arriving((ids, WantedRows.all(len(ids))) for ids in documents)
         results = {place: Rows.cat([part.rows for part in parts]) for place, parts in arriving}
         return [results[place] for place in range(len(documents))]
 
@@ -433,9 +433,7 @@ class SGLangTarget:
         window, steps = self.encoding.window, self.encoding.ttt_steps
         return self._arriving((each.ids, WantedRows(each.loss_mask, window, steps)) for each in documents)
 
-    def _arriving(
-        self, documents: Iterable[tuple[Tensor, WantedRows | None]]
-    ) -> Iterator[tuple[int, Iterator[KeptRows]]]:
+    def _arriving(self, documents: Iterable[tuple[Tensor, WantedRows]]) -> Iterator[tuple[int, Iterator[KeptRows]]]:
         arrivals: queue.SimpleQueue[tuple[int, Ticket, Tensor, Future[None]]] = queue.SimpleQueue()
         outstanding, numbered_documents = 0, enumerate(documents)
         while True:
@@ -443,7 +441,7 @@ class SGLangTarget:
                 place, (ids, wanted) = entry
                 check_tokens(ids, place, self.vocab_size)
                 ticket = Ticket.of(self.producer.spool.job, f"{next(self._numbers):032x}", len(ids), time_asked=0)
-                future = self.producer.ask(ticket, ids, wanted, spool_bytes(self.encoding, len(ids), wanted))
+                future = self.producer.ask(ticket, ids, wanted, spool_bytes(self.encoding, wanted))
                 future.add_done_callback(lambda done, p=place, t=ticket, i=ids: arrivals.put((p, t, i, done)))
                 outstanding += 1
             if not outstanding:

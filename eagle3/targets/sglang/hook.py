@@ -22,7 +22,7 @@ from eagle3.states.spool import Ticket, WantedRows, wanted_rows
 from eagle3.states.store.codecs import StoreDtype
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.checkpoint import fingerprint
-from eagle3.targets.sglang.spool_writer import RequestRows, Selection, SpoolWriter
+from eagle3.targets.sglang.spool_writer import RequestRows, SpoolWriter
 from eagle3.targets.sglang.teacher import ServedTeacher, Taught, make_teacher
 from eagle3.targets.sglang.version import (
     WITHOUT_RESIDUAL,
@@ -85,9 +85,9 @@ class CaptureHook:
     def __init__(self, settings: HookSettings) -> None:
         self.settings = settings
         self.teacher: ServedTeacher | None = None
-        self.wanted: dict[Ticket, Selection] = {}  # of the samples that are being prefilled
+        self.wanted: dict[Ticket, WantedRows] = {}  # of the samples that are being prefilled
         self.unwanted: set[Ticket] = set()  # requests that came too late: their jobs have the samples already
-        self.writers = [SpoolWriter(Path(settings.spool), settings.encoding.number_format) for _ in range(WRITERS)]
+        self.writers = [SpoolWriter(Path(settings.spool), settings.encoding) for _ in range(WRITERS)]
         self.flaw = foreign_checkpoint(settings.target)
         if self.flaw:
             logger.error(self.flaw)
@@ -133,19 +133,19 @@ class CaptureHook:
                 self.teacher = make_teacher(processor, call.head, self.settings.draft_vocabulary)
             counts = [0] * size
             for share in shares:
-                counts[share.owner] += int(share.wanted.taught.sum())
-            places = torch.cat([share.places(share.wanted.taught) for share in shares])
+                counts[share.owner] += int(share.taught.sum())
+            places = torch.cat([share.places(share.taught) for share in shares])
             return self.teacher.taught(picked(call.last, places), counts)
 
         taught = together(compute, ranks.hosts)
         mine = [share for share in shares if share.owner == rank]
-        counts = [int(share.wanted.taught.sum()) for share in mine]
+        counts = [int(share.taught.sum()) for share in mine]
         columns = (column.split(counts) for column in self.teacher.combined(taught, ranks.devices))
         parts = [call.aux] if isinstance(call.aux, Tensor) else call.aux
         for share, *teacher in zip(mine, *columns, strict=True):
-            aux = torch.cat([picked(part, share.places(share.wanted.seen)) for part in parts], dim=-1)
+            aux = torch.cat([picked(part, share.places(share.seen)) for part in parts], dim=-1)
             teacher = self.settings.encoding.teacher(*teacher)
-            ids = call.ids[share.start : share.start + len(share.wanted.seen)]
+            ids = call.ids[share.start : share.start + len(share.seen)]
             self.writer(share.ticket, size).take(share, ids, Rows(aux, teacher))
 
     def _learn_wanted(self, call: HookCall, tickets: Sequence[Ticket | None], ranks: Ranks) -> None:
@@ -157,7 +157,7 @@ class CaptureHook:
             return
         spool = Path(self.settings.spool)
 
-        def look() -> tuple[dict[Ticket, WantedRows | None], set[str]]:
+        def look() -> tuple[dict[Ticket, WantedRows], set[str]]:
             found = {}
             for ticket in new:
                 with suppress(FileNotFoundError):
@@ -169,10 +169,8 @@ class CaptureHook:
         if ranks.hosts.size() > 1:
             dist.broadcast_object_list(message, group=ranks.hosts, group_src=0)
         found, ended = message[0]
-        self.wanted = {ticket: rows for ticket, rows in self.wanted.items() if ticket.job not in ended}
+        self.wanted = {ticket: rows for ticket, rows in self.wanted.items() if ticket.job not in ended} | found
         self.unwanted = {ticket for ticket in self.unwanted | new if ticket.job not in ended} - found.keys()
-        for ticket, rows in found.items():
-            self.wanted[ticket] = Selection.of(rows, ticket.tokens, self.settings.encoding)
 
     def _shares(self, call: HookCall, tickets: Sequence[Ticket | None], ranks: int) -> Iterator[RequestRows]:
         start = 0
@@ -180,8 +178,8 @@ class CaptureHook:
             if ticket:
                 stop = first_row + tokens
                 take = self.wanted.pop if stop >= ticket.tokens else self.wanted.get
-                wanted = take(ticket, None) or Selection.of(None, ticket.tokens, self.settings.encoding)
-                yield RequestRows(ticket, _number(ticket) % ranks, start, first_row, wanted[first_row:stop])
+                wanted = take(ticket, None) or WantedRows.all(ticket.tokens)
+                yield RequestRows(ticket, _number(ticket) % ranks, start, slice(first_row, stop), wanted)
             start += tokens
 
     def _require_whole(self, call: HookCall) -> None:

@@ -7,14 +7,14 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle3.durable import writing
 from eagle3.states.rows import KeptRows, Rows
-from eagle3.states.spool import REMEDY, Ticket, WantedRows, fail, is_own_folder, is_wanted, spool_bytes
+from eagle3.states.spool import REMEDY, Ticket, WantedRows, fail, foreign, is_wanted, spool_bytes
 from eagle3.states.store.shard import Encoding
 from eagle3.states.store.writer import ShardWriter
 
@@ -25,37 +25,24 @@ MOST_WAITING = 1 << 30
 logger = logging.getLogger(__name__)
 
 
-class Selection(NamedTuple):
-    """The rows that a job wants of n tokens."""
-
-    loss_mask: Tensor  # [n] bool
-    seen: Tensor  # [n] bool: rows whose auxiliary states are wanted
-    taught: Tensor  # [n] bool: rows whose predictions are wanted
-    encoding: Encoding  # of the sample's shard
-    sizes: tuple[int, int]  # bytes of that shard, and of the teacher's values in it
-
-    @classmethod
-    def of(cls, rows: WantedRows | None, tokens: int, encoding: Encoding) -> Self:
-        size, taught = spool_bytes(encoding, tokens, rows), torch.ones(tokens, dtype=torch.bool)
-        mask, seen = ~taught, taught
-        if rows is not None:
-            encoding = replace(encoding, window=rows.window, ttt_steps=rows.ttt_steps)
-            mask, seen, taught = rows.loss_mask, rows.seen, rows.taught
-        values = int(taught.sum()) * encoding.width("last") * encoding.number_format.itemsize
-        return cls(mask, seen, taught, encoding, (size, values))
-
-    def __getitem__(self, rows: slice) -> Self:
-        return self._replace(loss_mask=self.loss_mask[rows], seen=self.seen[rows], taught=self.taught[rows])
-
-
 class RequestRows(NamedTuple):
     """The rows of one request in a forward."""
 
     ticket: Ticket
     owner: int  # the rank that writes them; every rank has all hidden states
     start: int  # where they begin among the forward's tokens
-    first_row: int  # where they begin in the sample
-    wanted: Selection
+    rows: slice  # where they are in the sample
+    wanted: WantedRows  # of the whole sample
+
+    @property
+    def seen(self) -> Tensor:
+        """[n] bool: those whose auxiliary states are wanted."""
+        return self.wanted.seen[self.rows]
+
+    @property
+    def taught(self) -> Tensor:
+        """[n] bool: those whose predictions are wanted."""
+        return self.wanted.taught[self.rows]
 
     def places(self, mask: Tensor) -> Tensor:
         """Where the rows of a mask [n] are among the forward's tokens."""
@@ -66,8 +53,8 @@ class SpoolWriter:
     """Writes rows from one thread, in the order in which they arrive. Only complete samples appear in a job's
     folder."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self.folder, self.dtype = folder, dtype
+    def __init__(self, folder: Path, encoding: Encoding) -> None:
+        self.folder, self.encoding, self.dtype = folder, encoding, encoding.number_format
         self.open: dict[Ticket, SampleShard] = {}
         self.waiting = 0
         self.room = threading.Condition()
@@ -123,7 +110,7 @@ class SpoolWriter:
                 self.room.notify_all()
 
     def _write(self, share: RequestRows, ids: Tensor, rows: Rows) -> None:
-        ticket, first_row = share.ticket, share.first_row
+        ticket, first_row = share.ticket, share.rows.start
         job = self.folder / ticket.job
         if first_row == 0 and ticket in self.open:  # SGLang has retracted the request and starts over
             self.open.pop(ticket).discard()
@@ -139,13 +126,12 @@ class SpoolWriter:
                         f"sglang: row {first_row} of a sample came first; start the server with --disable-radix-cache",
                     )
                 return
-            self.open[ticket] = SampleShard(job, ticket, share.wanted, self.encoders)
+            self.open[ticket] = SampleShard(job, ticket, share.wanted, self.encoding, self.encoders)
         shard = self.open[ticket]
         if shard.sample.tokens != first_row:
             self.give_up(ticket, f"sglang: rows {shard.sample.tokens} to {first_row} of a sample never came")
             return
-        wanted = share.wanted
-        shard.append(ids, wanted.loss_mask, KeptRows(wanted.seen, wanted.taught, rows))
+        shard.append(ids, share.wanted.loss_mask[share.rows], KeptRows(share.seen, share.taught, rows))
         if shard.sample.tokens >= ticket.tokens:
             shard.publish()
             del self.open[ticket]
@@ -153,7 +139,7 @@ class SpoolWriter:
     def _there(self, job: Path) -> bool:
         """Whether a job is waiting there. The spool must be our own folder: a link in somebody else's could lead
         anywhere."""
-        return is_own_folder(self.folder) and job.is_dir()
+        return not foreign(self.folder) and job.is_dir()
 
     def give_up(self, ticket: Ticket, reason: str) -> None:
         """Tell the job why it will not get a sample."""
@@ -171,13 +157,15 @@ class SampleShard(ShardWriter):
     """A sample being written to a job's folder. It is written in a separate folder, so that another server with the
     same request cannot interfere, and then moved."""
 
-    def __init__(self, job: Path, ticket: Ticket, wanted: Selection, encoders: Executor) -> None:
+    def __init__(self, job: Path, ticket: Ticket, wanted: WantedRows, encoding: Encoding, encoders: Executor) -> None:
         self.job, self.ticket = job, ticket
+        encoding = replace(encoding, window=wanted.window, ttt_steps=wanted.ttt_steps)
+        teacher_bytes = int(wanted.taught.sum()) * encoding.width("last") * encoding.number_format.itemsize
         folder = job / f"writing-{token_hex(6)}"
         folder.mkdir()
         try:
-            super().__init__(folder, ticket.shard, wanted.encoding, encoders, provenance_digest=None)
-            self.reserve(*wanted.sizes)
+            super().__init__(folder, ticket.shard, encoding, encoders, provenance_digest=None)
+            self.reserve(spool_bytes(encoding, wanted), teacher_bytes)
         except OSError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
