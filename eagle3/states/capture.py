@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import accumulate, chain, groupby
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -16,7 +16,7 @@ from eagle3.text.samples import Sample, SampleSet
 
 # Bytes per token for its id, argmax, logsumexp and loss mask.
 TOKEN_BYTES = 13
-# Batches are formed within groups of consecutive samples. A group has at most this many batches' tokens. With chat
+# Batches are formed within groups of consecutive samples. A group has about this many batches' tokens. With chat
 # data (1,100 tokens per sample, 8,192 per batch), groups of 16 batches leave 6% padding, groups of 4 leave 15%, and
 # groups of 64 leave 2%. When data is added, only the last group changes.
 ROUND_BATCHES = 16
@@ -114,11 +114,15 @@ def prefill_batches(samples: dict[str, Wanted], prefill_tokens: int) -> list[lis
     sample's place in it. Batches are therefore formed from all samples of the recipe, in the data's order, regardless
     of which ones are stored already and which process captures them.
     """
-    batches = []
+    batches, group_tokens = [], ROUND_BATCHES * prefill_tokens
     short = {sample_id: sample for sample_id, sample in samples.items() if sample.tokens <= prefill_tokens}
-    for members in _rounds(short, ROUND_BATCHES * prefill_tokens):
-        buckets = length_buckets([short[sample_id].tokens for sample_id in members], prefill_tokens)
-        batches += [[members[index] for index in bucket] for bucket in buckets]
+    for _, in_set in groupby(short, key=lambda sample_id: id(short[sample_id].samples)):
+        in_order = list(in_set)
+        ends = accumulate(short[sample_id].tokens for sample_id in in_order)
+        for _, group in groupby(zip(in_order, ends, strict=True), key=lambda member: member[1] // group_tokens):
+            members = [sample_id for sample_id, _ in group]
+            buckets = length_buckets([short[sample_id].tokens for sample_id in members], prefill_tokens)
+            batches += [[members[index] for index in bucket] for bucket in buckets]
     return batches
 
 
@@ -168,17 +172,3 @@ def _followed(parts: Iterable[Rows | KeptRows | None], course: ShareCourse) -> I
         if part is not None:
             yield part
         course.advance(0 if part is None else part.tokens)
-
-
-def _rounds(samples: dict[str, Wanted], budget: int) -> Iterator[list[str]]:
-    """Yield the ids of consecutive samples of one set: at most `budget` tokens in total, or a single longer sample."""
-    members: list[str] = []
-    tokens, current_set = 0, None
-    for sample_id, sample in samples.items():
-        if members and (tokens + sample.tokens > budget or sample.samples is not current_set):
-            yield members
-            members, tokens = [], 0
-        members.append(sample_id)
-        tokens, current_set = tokens + sample.tokens, sample.samples
-    if members:
-        yield members

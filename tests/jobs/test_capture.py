@@ -170,7 +170,7 @@ def test_batches_hold_each_short_sample_once_and_more_data_change_the_last_ones_
         assert len(batch) * max(first[sample_id].tokens for sample_id in batch) <= prefill_tokens
     gone = [batch for batch in batches if batch not in after]
     tokens = sum(first[sample_id].tokens for sample_id in chain(*gone))
-    assert tokens <= ROUND_BATCHES * prefill_tokens and not set(chain(*gone)) & set(held_out.sample_ids)
+    assert tokens <= (ROUND_BATCHES + 1) * prefill_tokens and not set(chain(*gone)) & set(held_out.sample_ids)
 
 
 @pytest.mark.slow
