@@ -18,7 +18,7 @@ from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, pla
 from eagle3.parallel.topology import agreed
 from eagle3.states.rows import Rows, Target, deal_streams
 from eagle3.states.spool import SpoolReader, Ticket
-from eagle3.states.store.reader import HiddenStateStore, RowRequest, StoredTokens
+from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.text.samples import Sample, SampleSet, Spans
 
 # A ticket's counter has eight hex digits: 4 bits for the loader's channel, then 28 that count its requests for the
@@ -142,12 +142,7 @@ class StoredSource:
     alone = True
 
     def rows(self, readings: Sequence[Reading]) -> list[Rows]:
-        return self.store.read(
-            [
-                RowRequest(sample.id, aux, teacher, StoredTokens(sample.ids, sample.loss_mask))
-                for sample, _, aux, teacher in readings
-            ]
-        )
+        return self.store.read([RowRequest(sample.id, aux, teacher, sample) for sample, _, aux, teacher in readings])
 
 
 class SpooledSource:
@@ -180,8 +175,7 @@ class SpooledSource:
                 self.ask(ticket, reading)
         results = []
         for ticket, reading in zip(tickets, readings, strict=True):
-            location = self.reader.wait(ticket)
-            self.reader.require_tokens(location, reading.sample.ids)
+            location = self.reader.wait(ticket, reading.sample.ids)
             results.append(self.reader.read(location, reading.aux, reading.teacher))
             self.reader.done(ticket)
         return results

@@ -270,8 +270,9 @@ class SpoolReader:
         self.files = LocalFiles(path)
         self.store = HiddenStateStore(self.files, {}, {}, vocab_size)
 
-    def wait(self, ticket: Ticket) -> Location:
-        """Wait until the sample is there. Raises UserError if it failed, or if the job's owner is gone."""
+    def wait(self, ticket: Ticket, ids: Tensor) -> Location:
+        """Wait until the sample is there. Raises UserError if it failed, if it was not made from these ids [T], or if
+        the job's owner is gone."""
         shard, failure_note, last_look = self.path / ticket.shard, self.path / ticket.mark("failed"), time.monotonic()
         while not shard.exists():
             with suppress(FileNotFoundError):  # there is usually no note, or the owner has just removed everything
@@ -287,12 +288,13 @@ class SpoolReader:
             if shard.exists():
                 raise
             raise self._owner_gone() from None
-        entry = index.samples[0]
-        if (entry.id, entry.tokens) != (ticket.sample_id, ticket.tokens):
-            raise SharedUserError(
-                f"{shard}: holds another sample ({entry.id}, {entry.tokens} tokens); start the job again"
+        location = Location(index, index.samples[0])
+        if not torch.equal(self.store.tokens_at([location])[0].ids, ids.long()):
+            raise UserError(
+                f"{self.path}: hidden states of sample {ticket.sample_id} belong to other tokens; a server that serves "
+                "from a cache does that: start it as launchers/capture.py --print-server says"
             )
-        return Location(index, entry)
+        return location
 
     def read(self, location: Location, aux: Tensor, teacher: Tensor) -> Rows:
         """Read rows of a sample (see `RowRequest`). Any row can be read. Raises UserError if the bytes are not those
@@ -310,14 +312,6 @@ class SpoolReader:
         """Masks [T] of a sample's rows whose auxiliary states, and whose predictions, are there."""
         loss_mask = self.store.tokens_at([location])[0].loss_mask
         return location.index.encoding.seen_rows(loss_mask), kept_rows(location.entry, loss_mask)
-
-    def require_tokens(self, location: Location, ids: Tensor) -> None:
-        """Raises UserError unless the sample was made from these ids [T]."""
-        if not torch.equal(self.store.tokens_at([location])[0].ids, ids.long()):
-            raise UserError(
-                f"{self.path}: hidden states of sample {location.entry.id} belong to other tokens; a server that "
-                "serves from a cache does that: start it as launchers/capture.py --print-server says"
-            )
 
     def done(self, ticket: Ticket) -> None:
         """Mark the sample as read by this reader. It is deleted once all readers have marked it."""

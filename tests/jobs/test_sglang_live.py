@@ -139,8 +139,8 @@ def test_a_store_captured_from_a_server_has_the_rows_that_transformers_gives(cas
     store = HiddenStateStore.open(str(case.folder / "store"), provenance_of(case.folder / "store"))
     target = load_target(case.folder / "target", aux_layers=LAYERS)
     for sample_id in list(store.locations)[:10]:
-        ids, mask = store.tokens_at([store.locations[sample_id]])[0]
-        taught = torch.arange(1, len(ids))[mask[:-1]]
+        (one,) = store.tokens_at([store.locations[sample_id]])
+        ids, taught = one.ids, torch.arange(1, len(one.ids))[one.loss_mask[:-1]]
         actual = store.read([RowRequest(sample_id, torch.arange(len(ids)), taught)])[0]
         (expected,) = target.prefill([ids])
         assert torch.allclose(actual.aux, expected.aux, atol=3e-6 * float(expected.aux.abs().max()))

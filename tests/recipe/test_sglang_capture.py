@@ -160,7 +160,7 @@ def test_a_request_that_the_hook_cannot_serve_fails_with_the_reason_and_the_serv
         (spool.path / ticket.mark("wanted")).write_text("{")
         ask(server.url, "/generate", Generated, {"rid": ticket.text, **greedy_request(prompt.tolist(), 1)})
         with pytest.raises(UserError, match="sglang: the hook failed .*Expecting property name"):
-            target.reader.wait(ticket)
+            target.reader.wait(ticket, prompt)
         target.producer.release(ticket)
         (again,) = target.prefill([prompt])
         assert max(largest_errors(again, expected).values()) < ALLOWED

@@ -87,8 +87,7 @@ def test_every_row_of_a_sample_comes_back_bit_for_bit_however_prefill_was_cut(tm
         ticket = requested(spool, one)
         feed(hook_writer(spool), ticket, one, states, cuts)
         reader = SpoolReader(spool.path, 0)
-        location = reader.wait(ticket)
-        reader.require_tokens(location, one.ids)
+        location = reader.wait(ticket, one.ids)
         every = torch.arange(40)
         got = reader.read(location, every, every)
         for name, kind in states.named().items():
@@ -113,7 +112,7 @@ def test_of_a_request_for_some_rows_those_alone_come_back(tmp_path, window, cuts
             rows = Rows(states.aux[start:stop][share.seen], states.teacher[start:stop][share.taught])
             writer.take(share, one.ids[start:stop], rows)
         reader = SpoolReader(spool.path, 0)
-        location = reader.wait(ticket)
+        location = reader.wait(ticket, one.ids)
         seen, taught = (rows.nonzero().flatten() for rows in reader.kept(location))
         assert taught.tolist() == [20, 21, 22, 23, 24, 38]
         # a query sees 5 keys; queries of 3 steps begin 2 rows before a supervised row; row 0 is always there
@@ -147,8 +146,8 @@ def test_rows_that_a_cache_swallowed_fail_the_sample_and_not_the_job(tmp_path):
         writer.take(share_of(lost, 8, 40), one.ids[8:], states[8:])
         feed(writer, whole, another, its_states, [])
         with pytest.raises(UserError, match="row 8 of a sample came first.*--disable-radix-cache"):
-            reader.wait(lost)
-        reader.wait(whole)
+            reader.wait(lost, one.ids)
+        reader.wait(whole, another.ids)
 
 
 def test_a_gap_between_chunks_fails_the_sample(tmp_path):
@@ -158,7 +157,7 @@ def test_a_gap_between_chunks_fails_the_sample(tmp_path):
         for start, stop in ((0, 8), (16, 40)):
             writer.take(share_of(ticket, start, stop), one.ids[start:stop], states[start:stop])
         with pytest.raises(UserError, match="rows 8 to 16 of a sample never came"):
-            SpoolReader(spool.path, 0).wait(ticket)
+            SpoolReader(spool.path, 0).wait(ticket, one.ids)
 
 
 def test_a_request_that_begins_again_replaces_what_it_had(tmp_path):
@@ -169,7 +168,7 @@ def test_a_request_that_begins_again_replaces_what_it_had(tmp_path):
         feed(writer, ticket, one, states, [20])
         reader = SpoolReader(spool.path, 0)
         every = torch.arange(40)
-        assert torch.equal(reader.read(reader.wait(ticket), every, every).aux, states.aux)
+        assert torch.equal(reader.read(reader.wait(ticket, one.ids), every, every).aux, states.aux)
 
 
 def overtaken(spool: Spool, one: Sample, states: Rows) -> tuple[Ticket, SpoolWriter]:
@@ -185,10 +184,12 @@ def test_two_servers_with_the_same_request_do_not_disturb_each_other(tmp_path):
     with Spool(tmp_path) as spool:
         ticket, slow = overtaken(spool, one, states)
         reader, every = SpoolReader(spool.path, 0), torch.arange(40)
-        location = reader.wait(ticket)
+        location = reader.wait(ticket, one.ids)
         slow.take(share_of(ticket, 8, 40), one.ids[8:], states[8:])
         time.sleep(0.3)
-        assert torch.equal(reader.read(reader.wait(ticket), every, every).teacher.values, states.teacher.values)
+        assert torch.equal(
+            reader.read(reader.wait(ticket, one.ids), every, every).teacher.values, states.teacher.values
+        )
         assert torch.equal(reader.read(location, every, every).aux, states.aux)
 
 
@@ -197,7 +198,7 @@ def test_a_sample_that_comes_after_its_release_is_dropped(tmp_path, reason):
     one, states = a_sample(3, 40)
     with Spool(tmp_path) as spool:
         ticket, slow = overtaken(spool, one, states)
-        SpoolReader(spool.path, 0).wait(ticket)
+        SpoolReader(spool.path, 0).wait(ticket, one.ids)
         spool.remove(ticket, 0)
         if reason:
             slow.refuse(ticket, reason)
@@ -214,7 +215,7 @@ def test_a_sample_that_is_not_finite_is_told_to_the_job(tmp_path):
         ticket = requested(spool, one)
         feed(hook_writer(spool), ticket, one, states, [6])
         with pytest.raises(UserError, match="last hidden states are not finite"):
-            SpoolReader(spool.path, 0).wait(ticket)
+            SpoolReader(spool.path, 0).wait(ticket, one.ids)
         assert not list(spool.path.glob("writing-*"))
 
 
@@ -229,7 +230,7 @@ def test_predictions_that_no_target_makes_are_refused_where_they_are_read(tmp_pa
         ticket = requested(spool, one)
         feed(hook_writer(spool), ticket, one, states, [])
         reader, rows = SpoolReader(spool.path, 0, vocab_size=300), torch.arange(12)
-        location = reader.wait(ticket)
+        location = reader.wait(ticket, one.ids)
         assert len(reader.read(location, rows, rows[:7]).aux) == 12
         with pytest.raises(UserError, match="a server of target.servers left a sample of 12 tokens that has"):
             reader.read(location, rows, rows)
@@ -242,7 +243,7 @@ def test_hidden_states_of_other_tokens_are_refused(tmp_path):
         feed(hook_writer(spool), ticket, replace(one, ids=one.ids + 1), states, [])
         reader = SpoolReader(spool.path, 0)
         with pytest.raises(UserError, match="belong to other tokens"):
-            reader.require_tokens(reader.wait(ticket), one.ids)
+            reader.wait(ticket, one.ids)
 
 
 def test_a_server_whose_job_is_gone_writes_nothing(tmp_path):
@@ -285,7 +286,7 @@ def test_what_a_killed_job_left_is_swept_by_the_next_and_a_live_job_is_left_alon
         holders[0].wait()
         one, _ = a_sample(1, 4)
         with pytest.raises(UserError, match="has ended.*--resume"):
-            reader.wait(ticket_of(dead, one))
+            reader.wait(ticket_of(dead, one), one.ids)
         (tmp_path / f"{GONE}0123456789abcdef").mkdir()
         lines = []
         with Spool(tmp_path, lines.append) as spool:
@@ -512,7 +513,7 @@ def test_with_no_server_left_every_request_fails_with_the_remedy(tmp_path):
             with pytest.raises(UserError, match="no server is left.*--resume"):
                 future.result(60)
         with pytest.raises(UserError, match="no server is left"):
-            SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one, 0))
+            SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one, 0), one.ids)
         producer.close()
     assert len(lines) == 1 and "left out; 1 server left" in lines[0]
 
@@ -551,7 +552,7 @@ def test_a_sample_that_is_read_before_its_server_answers_does_not_hold_up_the_ne
             def do_POST(self) -> None:
                 ticket = Ticket.parse(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["rid"])
                 feed(writer, ticket, one, states, [])
-                reader.wait(ticket)
+                reader.wait(ticket, one.ids)
                 reader.done(ticket)
                 time.sleep(0.2)  # many rounds of what releases samples that have been read
                 self.send_response(200)
@@ -581,7 +582,7 @@ def test_a_mistake_in_the_thread_that_asks_ends_the_wait_of_who_asked(tmp_path):
         with pytest.raises(UserError, match="AttributeError.*this is a bug"):
             producer.ask(ticket_of(spool.job, one), [1, 2, 3, 4], WantedRows.all(4), 10_000).result(HANG_SECONDS)
         with pytest.raises(UserError, match="this is a bug"):
-            SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one))
+            SpoolReader(spool.path, 0).wait(ticket_of(spool.job, one), one.ids)
         producer.close()
 
 
@@ -621,5 +622,5 @@ def test_on_a_disk_that_a_neighbour_fills_the_job_is_told_at_once_with_folder_an
                 filler.write(bytes(4096))
         feed(hook_writer(spool), ticket, one, states, [20])
         with pytest.raises(UserError, match=r"spool: cannot be written \(No space left.*free space, or .*target.spool"):
-            SpoolReader(spool.path, 0).wait(ticket)
+            SpoolReader(spool.path, 0).wait(ticket, one.ids)
         assert not list(spool.path.glob("writing-*"))

@@ -15,10 +15,10 @@ from eagle3.states.rows import LastHidden, Rows
 from eagle3.states.store.check import Findings, check_store
 from eagle3.states.store.files import LocalFiles
 from eagle3.states.store.folder import find_indexes
-from eagle3.states.store.reader import HiddenStateStore, RowRequest, StoredTokens
+from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.states.store.shard import Encoding, ShardIndex, taught_rows
 from eagle3.states.store.writer import StoreWriter
-from eagle3.text.samples import sample_digest
+from eagle3.text.samples import Sample, sample_digest
 
 FORK = multiprocessing.get_context("fork")
 # Functions that access the disk, by the interpreter's names for them.
@@ -67,7 +67,7 @@ def open_store(path, encoding: Encoding = PLAIN) -> HiddenStateStore:
     return HiddenStateStore.open(str(path), provenance_of(encoding))
 
 
-def stored_tokens(store: HiddenStateStore, sample: str) -> StoredTokens:
+def stored_tokens(store: HiddenStateStore, sample: str) -> Sample:
     return store.tokens_at([store.locations[sample]])[0]
 
 

@@ -8,9 +8,9 @@ from typing import Literal, NamedTuple
 from eagle3.console import Progress
 from eagle3.states.store.files import DamagedStore, LocalFiles, OutOfRange, open_files
 from eagle3.states.store.folder import Provenance, find_indexes, foreign_flaw, read_own_manifest
-from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location, RowRequest, StoredTokens
+from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location, RowRequest
 from eagle3.states.store.shard import Entry, ShardIndex, read_index, replace_index, taught_rows
-from eagle3.text.samples import sample_digest
+from eagle3.text.samples import Sample, sample_digest
 
 # Samples read together, because a remote file system answers many requests in the time of one.
 SAMPLES_AT_ONCE = 32
@@ -117,7 +117,7 @@ def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[E
     return [_judged(*each) for each in zip(locations, tokens, strict=True)]
 
 
-def _judged(location: Location, tokens: StoredTokens) -> Entry | Problem:
+def _judged(location: Location, tokens: Sample) -> Entry | Problem:
     """The sample's entry if its tokens are its own, else its Problem."""
     index, entry = location
     digest = sample_digest(tokens.ids.numpy(), tokens.loss_mask.numpy()).hex()

@@ -24,6 +24,7 @@ from eagle3.states.store.shard import (
     kept_rows,
     sample_digest,
 )
+from eagle3.text.samples import Sample
 
 # Threads that check and decode chunks in parallel.
 THREADS = 4
@@ -32,20 +33,13 @@ RUN_BYTES = 1 << 20
 ANY_TOKEN = 1 << 31  # the vocabulary's size where it is not known
 
 
-class StoredTokens(NamedTuple):
-    """The tokens of one sample."""
-
-    ids: Tensor  # [T] int64
-    loss_mask: Tensor  # [T] bool
-
-
 class RowRequest(NamedTuple):
     """The rows of a sample to read. Row numbers are int64, from 0 to T-1, in any order; there may be none."""
 
     sample_id: str
     aux: Tensor  # rows of `aux`; in a store for a window, only rows that the store has (`seen_rows`)
     teacher: Tensor  # rows of `last`, argmax and logsumexp; only rows that the store has (`kept_rows`)
-    tokens: StoredTokens | None = None  # tokens with which the sample must begin; None to skip this check
+    tokens: Sample | None = None  # with whose tokens it must begin; None to skip this check
 
 
 class Location(NamedTuple):
@@ -124,7 +118,7 @@ def plan_reads(rows: Tensor, table: ChunkTable, encoding: Encoding, name: str) -
 class SampleFacts(NamedTuple):
     """Everything that a store has about a sample of T tokens, apart from hidden states."""
 
-    tokens: StoredTokens
+    tokens: Sample
     argmax: np.ndarray  # [T] int32
     logsumexp: np.ndarray  # [T] fp32
     tables: dict[str, ChunkTable]  # for aux and last
@@ -176,8 +170,8 @@ class HiddenStateStore:
         """The ids among `sample_ids` that the store lacks, in their order."""
         return [sample_id for sample_id in sample_ids if sample_id not in self.locations]
 
-    def tokens_at(self, locations: Sequence[Location]) -> list[StoredTokens]:
-        """The tokens that the samples at these locations were captured from."""
+    def tokens_at(self, locations: Sequence[Location]) -> list[Sample]:
+        """The tokens that the samples at these locations were captured from, under the ids that the index has."""
         return [facts.tokens for facts in self._facts(locations)]
 
     def read(self, requests: Sequence[RowRequest]) -> list[Rows]:
@@ -241,7 +235,7 @@ class HiddenStateStore:
             if sample_digest(small.values()) != location.entry.digest:
                 raise self._damaged(location, "tokens or checksums", "their digest does not fit")
             ids, loss_mask = small["ids"].astype(np.int64), small["loss_mask"].copy()
-            tokens = StoredTokens(torch.from_numpy(ids), torch.from_numpy(loss_mask))
+            tokens = Sample(location.entry.id, torch.from_numpy(ids), torch.from_numpy(loss_mask))
             tables = {
                 name: ChunkTable(small[f"{name}_edges"], small[f"{name}_sums"], location.entry.rows(name))
                 for name in HIDDEN
@@ -249,9 +243,10 @@ class HiddenStateStore:
             facts.append(SampleFacts(tokens, small["argmax"], small["logsumexp"], tables))
         return facts
 
-    def _require_tokens(self, location: Location, stored: StoredTokens, required: StoredTokens) -> None:
+    def _require_tokens(self, location: Location, stored: Sample, required: Sample) -> None:
         """Raises UserError unless the sample begins with these tokens."""
-        for kind, actual, expected in zip(("token", "loss mask"), stored, required, strict=True):
+        columns = ("token", stored.ids, required.ids), ("loss mask", stored.loss_mask, required.loss_mask)
+        for kind, actual, expected in columns:
             if torch.equal(actual[: len(expected)], expected):
                 continue
             difference = "has fewer tokens"

@@ -5,15 +5,14 @@
 
 import datetime
 import os
-import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from contextlib import suppress
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -434,24 +433,21 @@ class SGLangTarget:
         return self._arriving((each.ids, WantedRows(each.loss_mask, window, steps)) for each in documents)
 
     def _arriving(self, documents: Iterable[tuple[Tensor, WantedRows]]) -> Iterator[tuple[int, Iterator[KeptRows]]]:
-        arrivals: queue.SimpleQueue[tuple[int, Ticket, Tensor, Future[None]]] = queue.SimpleQueue()
-        outstanding, numbered_documents = 0, enumerate(documents)
+        outstanding: dict[Future[None], tuple[int, Ticket, Tensor]] = {}
+        numbered_documents = enumerate(documents)
         while True:
-            while outstanding < AHEAD and (entry := next(numbered_documents, None)) is not None:
-                place, (ids, wanted) = entry
+            for place, (ids, wanted) in islice(numbered_documents, AHEAD - len(outstanding)):
                 check_tokens(ids, place, self.vocab_size)
                 ticket = Ticket.of(self.producer.spool.job, f"{next(self._numbers):032x}", len(ids), time_asked=0)
                 future = self.producer.ask(ticket, ids, wanted, spool_bytes(self.encoding, wanted))
-                future.add_done_callback(lambda done, p=place, t=ticket, i=ids: arrivals.put((p, t, i, done)))
-                outstanding += 1
+                outstanding[future] = place, ticket, ids
             if not outstanding:
                 return
-            place, ticket, ids, future = arrivals.get()
-            outstanding -= 1
+            arrived, _ = wait(outstanding, return_when=FIRST_COMPLETED)
+            future = next(iter(arrived))  # one at a time, so that the next document is asked for meanwhile
+            place, ticket, ids = outstanding.pop(future)
             future.result()
-            location = self.reader.wait(ticket)
-            self.reader.require_tokens(location, ids)
-            yield place, self._parts(location)
+            yield place, self._parts(self.reader.wait(ticket, ids))
             self.producer.release(ticket)
 
     def _parts(self, location: Location) -> Iterator[KeptRows]:
