@@ -284,12 +284,12 @@ class SpoolReader:
             time.sleep(POLL_SECONDS)
         try:
             index = read_index(self.files, ticket.shard)
+            location = Location(index, index.samples[0])
+            (stored,) = self.store.tokens_at([location])
         except DamagedStore:
-            if shard.exists():
-                raise
-            raise self._owner_gone() from None
-        location = Location(index, index.samples[0])
-        if not torch.equal(self.store.tokens_at([location])[0].ids, ids.long()):
+            self._require_owner()  # who removes everything when it ends
+            raise
+        if not torch.equal(stored.ids, ids.long()):
             raise UserError(
                 f"{self.path}: hidden states of sample {ticket.sample_id} belong to other tokens; a server that serves "
                 "from a cache does that: start it as launchers/capture.py --print-server says"
@@ -302,6 +302,7 @@ class SpoolReader:
         try:
             return self.store.read_at([location], [RowRequest(location.entry.id, aux, teacher)])[0]
         except DamagedStore as error:
+            self._require_owner()
             raise UserError(
                 f"{self.path}: a server of target.servers left a sample of {location.entry.tokens:,} tokens that "
                 f"{error.flaw}; look at its log, start it as launchers/capture.py --print-server says, and continue "
@@ -322,10 +323,7 @@ class SpoolReader:
         with suppress(FileNotFoundError), (self.path / LOCK).open("rb") as file:
             if lock(file) is not Lock.HELD:
                 return
-        raise self._owner_gone()
-
-    def _owner_gone(self) -> SharedUserError:
-        return SharedUserError(
+        raise SharedUserError(
             f"{self.path}: the process that requests hidden states from the target has ended; see its output, and "
             "continue with --resume"
         )

@@ -236,6 +236,17 @@ def test_predictions_that_no_target_makes_are_refused_where_they_are_read(tmp_pa
             reader.read(location, rows, rows)
 
 
+def test_a_reader_of_a_sample_whose_job_ends_meanwhile_says_so(tmp_path):
+    one, states = a_sample(3, 12)
+    with Spool(tmp_path) as spool:
+        ticket, rows = requested(spool, one), torch.arange(12)
+        feed(hook_writer(spool), ticket, one, states, [])
+        reader = SpoolReader(spool.path, 0)
+        location = reader.wait(ticket, one.ids)
+    with pytest.raises(UserError, match="has ended.*--resume"):
+        reader.read(location, rows, rows)
+
+
 def test_hidden_states_of_other_tokens_are_refused(tmp_path):
     one, states = a_sample(3, 12)
     with Spool(tmp_path) as spool:
