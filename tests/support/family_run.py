@@ -18,6 +18,19 @@ from eagle3.states.capture import wanted_samples
 from eagle3.states.store.writer import Part
 
 DRAFT_VOCABULARY = 200
+# What every recipe is run with: small data, one process, fp32.
+FIXED = f"""
+model.revision=null model.trust_remote_code=false model.target_dtype=float32 model.aux_layers=null
+model.draft.vocab_size={DRAFT_VOCABULARY}
+data.held_out=null data.held_out_fraction=0.2 data.max_samples=null data.max_length=512 data.workers=1
+hidden_states.mode=stored hidden_states.dtype=float32 hidden_states.codec=none hidden_states.ulysses=1
+hidden_states.ring=1
+target.backend=transformers target.servers=[]
+parallelism.tensor=1 parallelism.ulysses=1 parallelism.ring=1
+training.dtype=float32 training.ttt_steps=3 training.global_batch_size=2 training.accumulation=1 training.max_steps=2
+evaluation.conversations=0 evaluation.held_out_samples=2
+tracking.tensorboard=false tracking.wandb_project=null output.export_dtype=float32 output.check_export=false
+""".split()
 # Recipe keys whose values no draft of a tiny target could have.
 DRAFT_SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -53,42 +66,11 @@ def overrides(target: Path, folder: Path) -> list[str]:
     data = folder / "conversations.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in conversations()), encoding="utf-8")
     values = {
-        "model.target": target,
-        "model.revision": None,
-        "model.trust_remote_code": False,
-        "model.target_dtype": "float32",
-        "model.aux_layers": None,
-        "model.draft.vocab_size": DRAFT_VOCABULARY,
+        "model.target": str(target),
         **{f"model.draft.{size}": None for size in DRAFT_SIZES},
         "data.train": [str(data)],
-        "data.held_out": None,
-        "data.held_out_fraction": 0.2,
-        "data.max_samples": None,
-        "data.max_length": 512,
-        "data.workers": 1,
-        "data.cache_dir": folder / "cache",
-        "hidden_states.mode": "stored",
-        "hidden_states.path": folder / "store",
-        "hidden_states.dtype": "float32",
-        "hidden_states.codec": "none",
-        "hidden_states.ulysses": 1,
-        "hidden_states.ring": 1,
-        "target.backend": "transformers",
-        "target.servers": [],
-        "parallelism.tensor": 1,
-        "parallelism.ulysses": 1,
-        "parallelism.ring": 1,
-        "training.dtype": "float32",
-        "training.ttt_steps": 3,
-        "training.global_batch_size": 2,
-        "training.accumulation": 1,
-        "training.max_steps": 2,
-        "evaluation.conversations": 0,
-        "evaluation.held_out_samples": 2,
-        "tracking.tensorboard": False,
-        "tracking.wandb_project": None,
-        "output.dir": folder / "run",
-        "output.export_dtype": "float32",
-        "output.check_export": False,
+        "data.cache_dir": str(folder / "cache"),
+        "hidden_states.path": str(folder / "store"),
+        "output.dir": str(folder / "run"),
     }
-    return [f"{key}={json.dumps(value, default=str)}" for key, value in values.items()]
+    return [*FIXED, *(f"{key}={json.dumps(value)}" for key, value in values.items())]

@@ -11,7 +11,7 @@ import torch
 import transformers
 import yaml
 from places import CHAT_TEMPLATES, FAMILIES
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny_run import byte_level
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -24,62 +24,27 @@ LAYERS = 6
 VOCABULARY = 448  # the tokenizer's; that of the models is larger, as in most published ones
 PADDED_VOCABULARY = 480
 # The tiny sizes of the language model, by the names that any family's config uses.
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "intermediate_size_mlp": 96,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "head_dim": 16,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "query_pre_attn_scalar": 21,  # differs from head_dim, as in Gemma-3-27B
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "n_routed_experts": 4,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "sliding_window": 16,
-    "attention_chunk_size": 16,
-    "global_head_dim": 32,
-    "rotary_dim": 8,
-    "dense_intermediate_size": 128,
-    "shared_intermediate_size": 32,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    "index_topk": 16,
-    "sparse_num_index_heads": 2,
-    "sparse_index_dim": 16,
-    "sparse_block_size": 4,
-    "sparse_topk_blocks": 3,
-}
+SIZES = yaml.safe_load("""
+{hidden_size: 64, intermediate_size: 128, intermediate_size_mlp: 96, dense_intermediate_size: 128,
+ num_attention_heads: 4, head_dim: 16, global_head_dim: 32, rotary_dim: 8,
+ query_pre_attn_scalar: 21, # differs from head_dim, as in Gemma-3-27B
+ q_lora_rank: 24, kv_lora_rank: 16, qk_nope_head_dim: 16, qk_rope_head_dim: 8, v_head_dim: 16,
+ linear_key_head_dim: 16, linear_value_head_dim: 16, linear_num_key_heads: 2, linear_num_value_heads: 4,
+ moe_intermediate_size: 32, shared_expert_intermediate_size: 32, shared_intermediate_size: 32,
+ n_routed_experts: 4, num_experts: 4, num_local_experts: 4,
+ sliding_window: 16, attention_chunk_size: 16, index_n_heads: 2, index_head_dim: 16, index_topk: 16,
+ sparse_num_index_heads: 2, sparse_index_dim: 16, sparse_block_size: 4, sparse_topk_blocks: 3}
+""")
+SIZES["num_hidden_layers"] = LAYERS
 # These may only shrink: some are 1, or 0 for none.
 AT_MOST = {"num_experts_per_tok": 2, "experts_per_token": 2, "top_k_experts": 2, "n_group": 2, "topk_group": 1}
 AT_MOST |= {"num_global_key_value_heads": 2}
-VISION_SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "head_dim": 8,
-    "image_size": 56,
-    "projector_input_dim": 32,
-    "projector_output_dim": 32,
-    "vision_output_dim": 32,
-    "vt_hidden_size": 32,
-    "vt_intermediate_size": 64,
-    "vt_num_hidden_layers": 2,
-    "vt_num_attention_heads": 4,
-    "mm_hidden_size": 32,
-    "text_hidden_size": SIZES["hidden_size"],
-}
+VISION_SIZES = yaml.safe_load("""
+{hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4, head_dim: 8, image_size: 56,
+ projector_input_dim: 32, projector_output_dim: 32, vision_output_dim: 32, mm_hidden_size: 32,
+ vt_hidden_size: 32, vt_intermediate_size: 64, vt_num_hidden_layers: 2, vt_num_attention_heads: 4}
+""")
+VISION_SIZES["text_hidden_size"] = SIZES["hidden_size"]
 CHATML = {
     "special_tokens": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "bos_token": "<|endoftext|>",
@@ -220,24 +185,11 @@ def tokenizer_facts(recipe: str) -> dict[str, Any]:
 def family_tokenizer(recipe: str) -> PreTrainedTokenizerFast:
     """A byte-level BPE with the family's special tokens and chat template, trained on the conversations below."""
     facts = tokenizer_facts(recipe)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     specials = list(dict.fromkeys([*facts["special_tokens"], facts["bos_token"], facts["eos_token"]]))
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     contents = [message["content"] for row in conversations() for message in row["messages"]]
-    tokenizer.train_from_iterator([*contents, facts["chat_template"]], trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=facts["bos_token"],
-        eos_token=facts["eos_token"],
-        chat_template=facts["chat_template"],
-    )
+    tokenizer = byte_level([*contents, facts["chat_template"]], VOCABULARY, specials)
+    own = {name: facts[name] for name in ("bos_token", "eos_token", "chat_template")}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **own)
     assert len(fast) <= VOCABULARY
     return fast
 
@@ -248,13 +200,8 @@ def conversations() -> list[dict[str, Any]]:
     rows = []
     for number in range(12):
         place, other = places[number % 6], places[(number + 1 + number // 6) % 6]
-        turns = [
-            ("user", f"Is it far from {place} to {other}?"),
-            (
-                "assistant",
-                f"From {place} to {other} it is a long way, " + "over hills, " * (number % 4) + "by any road.",
-            ),
-        ]
+        answer = f"From {place} to {other} it is a long way, " + "over hills, " * (number % 4) + "by any road."
+        turns = [("user", f"Is it far from {place} to {other}?"), ("assistant", answer)]
         if number % 3 == 0:
             turns += [("user", f"And how is {other}?"), ("assistant", f"{other} is high up, and the nights are cold.")]
         rows.append({"messages": [{"role": role, "content": content} for role, content in turns]})

@@ -19,68 +19,45 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = [
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "while",
-    "rain",
-    "fell",
-    "and",
-    "nobody",
-    "in",
-    "town",
-    "could",
-    "say",
-    "why",
-    "it",
-    "had",
-    "begun",
-    "so",
-    "early",
-]
+STORY = "the cat sat on a mat while rain fell and nobody in town could say why it had begun so early"
+TRAINING = {"ttt_steps": 3, "global_batch_size": 4, "max_steps": 8, "learning_rate": 2e-3, "checkpoint_every": 2}
 
 
 def conversations(count: int) -> list[dict]:
     """Short conversations of unequal lengths, no two alike."""
-    rows = []
+    rows, known = [], STORY.split()
     for number in range(count):
-        words = [WORDS[(number * 7 + place * place) % len(WORDS)] for place in range(6 + number % 11)]
+        words = [known[(number * 7 + place * place) % len(known)] for place in range(6 + number % 11)]
         question, answer = f"Tell me story {number}.", " ".join(words) + f", said {number}."
         rows.append({"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]})
     return rows
 
 
-def make_target(folder: Path, template: str | None = TEMPLATE) -> Path:
-    """A random Llama of five layers with a byte-level BPE."""
+def byte_level(texts: list[str], size: int, special_tokens: list[str]) -> Tokenizer:
+    """A byte-level BPE that learnt its merges from these texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|im_start|>", "<|im_end|>"], initial_alphabet=alphabet
+        vocab_size=size, special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(
-        [message["content"] for row in conversations(40) for message in row["messages"]], trainer
-    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def make_target(folder: Path, template: str | None = TEMPLATE) -> Path:
+    """A random Llama of five layers with a byte-level BPE."""
+    texts = [message["content"] for row in conversations(40) for message in row["messages"]]
+    tokenizer = byte_level(texts, 300, ["<|im_start|>", "<|im_end|>"])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
     fast.chat_template = template
     fast.save_pretrained(folder)
     torch.manual_seed(5)
-    config = LlamaConfig(
-        vocab_size=len(fast),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        eos_token_id=fast.eos_token_id,
-        initializer_range=0.2,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    tokens = {"vocab_size": len(fast), "eos_token_id": fast.eos_token_id}
+    config = LlamaConfig(**sizes, **heads, **tokens, initializer_range=0.2)
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
 
@@ -93,13 +70,7 @@ def write_recipe(folder: Path, target: Path, **sections: dict) -> Path:
         "model": {"target": str(target), "target_dtype": "float32", "draft": {"vocab_size": 200}},
         "data": {"train": [str(data)], "held_out_fraction": 0.2, "cache_dir": str(folder / "cache"), "workers": 1},
         "hidden_states": {"dtype": "float32", "shard_tokens": 300},
-        "training": {
-            "ttt_steps": 3,
-            "global_batch_size": 4,
-            "max_steps": 8,
-            "learning_rate": 2e-3,
-            "checkpoint_every": 2,
-        },
+        "training": TRAINING,
         "evaluation": {"every": 4, "held_out_samples": 6, "conversations": 0, "new_tokens": 16},
         "tracking": {"tensorboard": False},
         "output": {"dir": str(folder / "run"), "export_dtype": "float32"},
