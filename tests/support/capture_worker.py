@@ -18,9 +18,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from limits import NOTICED_SECONDS
 from places import LAUNCHERS
-from processes import begin_ranks
+from processes import begin_ranks, ended
 
 import eagle3.jobs.capture
 import eagle3.jobs.plan
@@ -65,11 +64,8 @@ def dies_at_place(rank: int, place: str) -> None:
     """Kills `rank` some heartbeats after it has reached that place."""
 
     def watch(frame, event, _argument) -> None:
-        if (
-            event == "return"
-            and frame.f_code.co_qualname == "Watchdog.at"
-            and frame.f_locals["place"].startswith(place)
-        ):
+        reached = event == "return" and frame.f_code.co_qualname == "Watchdog.at"
+        if reached and frame.f_locals["place"].startswith(place):
             watchdog = frame.f_locals["self"]
             latest = watchdog.count + 3  # by then, all have heard where this rank is
             while watchdog.count < latest:
@@ -112,17 +108,6 @@ def begin_capture(recipe: str, store: Path, *arguments: str, ranks: int = 1, man
     )
 
 
-def exit_codes(processes: list) -> list[int | None]:
-    """Exit codes of the processes; None for those that did not notice that their job has ended. Kills these."""
-    deadline = time.monotonic() + NOTICED_SECONDS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    return codes
-
-
 def content(store: Path) -> dict[str, str]:
     """For each sample, a digest of everything stored about it."""
     opened = HiddenStateStore.open(str(store), read_manifest(open_files(str(store))).provenance)
@@ -145,14 +130,14 @@ def same(recipe: str, folder: Path) -> None:
     ]
     store = folder / "killed"
     for number in (40, 90, 140):
-        assert exit_codes(begin_capture(recipe, store, manner=(dies_at_write, number))) == [-signal.SIGKILL]
+        assert ended(begin_capture(recipe, store, manner=(dies_at_write, number))) == [-signal.SIGKILL]
     stored = {"killed": len(content(store))}
     jobs.append(begin_capture(recipe, store, ranks=2))
     store, one_shard = folder / "stopped", "hidden_states.shard_tokens=100000"
-    assert all(exit_codes(begin_capture(recipe, store, one_shard, ranks=2, manner=(stops_at_batch, 2))))
+    assert all(ended(begin_capture(recipe, store, one_shard, ranks=2, manner=(stops_at_batch, 2))))
     stored["stopped"] = len(content(store))
     jobs.append(begin_capture(recipe, store))
-    assert not any(code for job in jobs for code in exit_codes(job))
+    assert not any(code for job in jobs for code in ended(job))
     stores = {path.name: content(path) for path in folder.iterdir()}
     print(json.dumps({"stored before": stored, "stores": stores}))
 
@@ -172,7 +157,7 @@ def killed(recipe: str, folder: Path) -> None:
     short = ("hidden_states.prefill_tokens=44", "hidden_states.ring=2", "training.hang_minutes=0.1")
     jobs["unequal"] = begin_capture(recipe, folder / "unequal", *short, ranks=2, manner=(takes_longer, 1))
     for name, processes in jobs.items():
-        print(f"{name}: ended with {exit_codes(processes)}", flush=True)
+        print(f"{name}: ended with {ended(processes)}", flush=True)
 
 
 if __name__ == "__main__":

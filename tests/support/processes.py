@@ -4,8 +4,10 @@ import contextlib
 import os
 import random
 import socket
+import time
 from collections.abc import Callable
 
+from limits import NOTICED_SECONDS
 from torch.multiprocessing import start_processes
 
 _given: set[int] = set()
@@ -21,6 +23,17 @@ def fork_ranks(world: int, work: Callable[[], None]) -> None:
 def begin_ranks(world: int, work: Callable[[], None]) -> list:
     """Like `fork_ranks`, but returns the processes at once. The caller has to wait for them."""
     return start_processes(_be, (world, free_port(), work), nprocs=world, start_method="fork", join=False).processes
+
+
+def ended(processes: list) -> list[int | None]:
+    """Exit codes of the processes; None for those that did not notice that their job has ended. Kills these."""
+    deadline = time.monotonic() + NOTICED_SECONDS
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
 
 
 def _be(rank: int, world: int, port: int, work: Callable[[], None]) -> None:

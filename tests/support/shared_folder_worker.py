@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from limits import HANG_SECONDS, NOTICED_SECONDS
+from limits import HANG_SECONDS
 from places import LAUNCHERS
-from processes import begin_ranks
+from processes import begin_ranks, ended
 
 import eagle3.jobs.plan
 import eagle3.jobs.train  # noqa: F401
@@ -41,13 +41,7 @@ class Run(NamedTuple):
 
     def end(self) -> tuple[int, str]:
         """The first rank's exit code and the output; all ranks have the same code."""
-        deadline = time.monotonic() + NOTICED_SECONDS
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        codes = {process.exitcode for process in self.processes}
-        for process in self.processes:
-            process.kill()
-        output = self.log.read_text()
+        codes, output = set(ended(self.processes)), self.log.read_text()
         assert len(codes) == 1 and None not in codes, (codes, output)
         return codes.pop(), output
 

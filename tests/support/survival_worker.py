@@ -13,9 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from limits import NOTICED_SECONDS
 from places import ZERO2
-from processes import begin_ranks
+from processes import begin_ranks, ended
 from tiny_run import metrics
 
 from eagle3.errors import UserError
@@ -51,14 +50,10 @@ def run(world: int, recipe: str, overrides: list[str], meanwhile: Callable = lam
     threading.Thread(target=meanwhile, args=(processes,), daemon=True).start()
     while all(process.exitcode is None for process in processes):
         time.sleep(0.01)
-    deadline = time.monotonic() + NOTICED_SECONDS
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-    late = [rank for rank, process in enumerate(processes) if process.exitcode is None]
-    for process in processes:
-        process.kill()
+    codes = ended(processes)
+    late = [rank for rank, code in enumerate(codes) if code is None]
     assert not late, f"ranks {late} did not notice that the first had ended"
-    return [process.exitcode for process in processes]
+    return codes
 
 
 def killed(recipe: str, world: str, moments: str, steps: str, *overrides: str) -> None:
