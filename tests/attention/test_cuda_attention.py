@@ -204,32 +204,38 @@ def test_the_efficient_kernel_gets_the_layouts_that_it_takes_for_granted(visibil
 # ---------------------------------------------------------
 
 
+def _errors(kernel: blocks.Kernel, inputs, block: Scoring, plain: Scoring) -> list[float]:
+    """The largest errors of out, lse, dq, dk and dv, relative to each one's largest entry, of a kernel's calls for a
+    block, by what plain products compute for `plain`. out and lse cover more keys than the block's, as they do in the
+    backward pass."""
+    q, grad, k, v, _ = inputs
+    expected = plain_attention(q, k, v, plain)
+    merged = expected.out * 0.8 + 0.1, expected.lse + 0.3
+    expected_gradients = plain_attention_backward(grad, q, k, v, *merged, plain)
+    with ByDefinition():
+        actual = kernel.forward(q, k, v, block)
+        gradients = kernel.backward(grad, q, k, v, *merged, block)
+    pairs = [*zip((*actual, *gradients), (*expected, *expected_gradients), strict=True)]
+    assert all(part.shape == exact.shape for part, exact in pairs)
+    return [float((part - exact).abs().max() / exact.abs().max()) for part, exact in pairs]
+
+
+OF_FLASH = [shape for shape in SHAPES if shape[0] != "masked"]
+CALLED = [(blocks.EFFICIENT, SHAPES), (blocks.FLASH, OF_FLASH), (blocks.FLASH4, OF_FLASH)]
+
+
 @pytest.mark.parametrize(
     ("kernel", "visibility", "queries", "keys"),
-    [
-        (kernel, *shape)
-        for kernel in ("flash", "flash4", "efficient")
-        for shape in SHAPES
-        if kernel == "efficient" or shape[0] != "masked"
-    ],
+    [pytest.param(kernel, *shape, id=f"{kernel.name} {shape}") for kernel, shapes in CALLED for shape in shapes],
 )
 @every_grouping
 def test_the_kernels_calls_mean_the_block_that_plain_products_compute(
     kernel, heads, kv_heads, dim, visibility, queries, keys
 ):
-    """out and lse cover more keys than the block's, as they do in the backward pass."""
     torch.manual_seed(queries + keys)
-    q, grad, k, v, visible = _inputs(visibility, queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
-    block = Scoring(SCALE, visibility, visible)
-    expected = plain_attention(q, k, v, Scoring(SCALE, visibility, visible))
-    merged = expected.out * 0.8 + 0.1, expected.lse + 0.3
-    expected_gradients = plain_attention_backward(grad, q, k, v, *merged, Scoring(SCALE, visibility, visible))
-    with ByDefinition():
-        actual = getattr(cuda, f"{kernel}_attention")(q, k, v, block)
-        gradients = getattr(cuda, f"{kernel}_attention_backward")(grad, q, k, v, *merged, block)
-    for part, exact in zip((*actual, *gradients), (*expected, *expected_gradients), strict=True):
-        # grouped keys are summed in fp32
-        assert part.shape == exact.shape and (part - exact).abs().max() < 1e-5 * exact.abs().max()
+    inputs = _inputs(visibility, queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
+    block = Scoring(SCALE, visibility, inputs[-1])
+    assert max(_errors(kernel, inputs, block, block)) < 1e-5  # grouped keys are summed in fp32
 
 
 @every_grouping
@@ -238,17 +244,10 @@ def test_the_kernels_calls_mean_the_block_that_plain_products_compute(
 def test_flashs_call_for_a_band_means_the_mask_of_its_window(heads, kv_heads, dim, queries, keys, window, flash):
     """Query i of n has key i + (S - n) as its own key."""
     torch.manual_seed(queries + keys)
-    q, grad, k, v, _ = _inputs("full", queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
+    inputs = _inputs("full", queries, keys, heads, kv_heads, dim, torch.float64, "cpu")
     back = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
     masked = Scoring(SCALE, "masked", (back >= 0) & (back < window))
-    expected = plain_attention(q, k, v, masked)
-    merged = expected.out * 0.8 + 0.1, expected.lse + 0.3
-    expected_gradients = plain_attention_backward(grad, q, k, v, *merged, masked)
-    with ByDefinition():
-        actual = flash.forward(q, k, v, Scoring(SCALE, "banded", window=window))
-        gradients = flash.backward(grad, q, k, v, *merged, Scoring(SCALE, "banded", window=window))
-    for part, exact in zip((*actual, *gradients), (*expected, *expected_gradients), strict=True):
-        assert part.shape == exact.shape and torch.allclose(part, exact, rtol=1e-12, atol=1e-12)
+    assert max(_errors(flash, inputs, Scoring(SCALE, "banded", window=window), masked)) < 1e-12
 
 
 @pytest.mark.parametrize(("window", "causal", "left"), [(None, True, None), (5, False, 4)])

@@ -45,6 +45,7 @@ from eagle3.objective.softmaxes import PLAIN
 
 CPU = torch.device("cpu")
 KINDS = ("full", "causal", "masked")
+IN_TRITON = (torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
@@ -75,21 +76,20 @@ def test_a_wrong_attention_kernel_is_found_out_and_said_what_of(kind, fault, rea
     assert not verdict.right and reason in verdict.reason and verdict.error > 1
 
 
-@every_dtype
-def test_the_losss_plain_kernel_is_right(topology, dtype):
-    (verdict,) = prove_loss([PLAIN], replace(DEMAND, dtype=dtype), topology.alone, CPU, timed=False)
-    assert verdict.right and 0 < verdict.error <= 1, verdict
+def proved(of, kernel, topology, **changes) -> Verdict:
+    """The verdict on a kernel of the loss, of own keys or of position-wise work."""
+    demand = replace(DEMAND, **changes)
+    if of == LOSS:
+        (verdict,) = prove_loss([kernel], demand, topology.alone, CPU, timed=False)
+    else:
+        (verdict,) = {OWN: prove_own, POINTWISE: prove_pointwise}[of]([kernel], demand, CPU, timed=False)
+    return verdict
 
 
 @every_dtype
-def test_the_plain_kernel_of_own_keys_is_right(dtype):
-    (verdict,) = prove_own([PLAIN_OWN], replace(DEMAND, dtype=dtype), CPU, timed=False)
-    assert verdict.right and 0 < verdict.error <= 1, verdict
-
-
-@every_dtype
-def test_the_plain_kernel_of_position_wise_work_is_right(dtype):
-    (verdict,) = prove_pointwise([PLAIN_POINTWISE], replace(DEMAND, dtype=dtype), CPU, timed=False)
+@pytest.mark.parametrize(("of", "kernel"), [(LOSS, PLAIN), (OWN, PLAIN_OWN), (POINTWISE, PLAIN_POINTWISE)])
+def test_the_plain_kernels_of_the_rest_are_right(topology, of, kernel, dtype):
+    verdict = proved(of, kernel, topology, dtype=dtype)
     assert verdict.right and 0 < verdict.error <= 1, verdict
 
 
@@ -98,19 +98,21 @@ interpreted = pytest.mark.skipif(
 )
 
 
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "steps"), [(6, 2, 16, 3), (5, 1, 24, 8), (3, 3, 8, 2)])
-def test_the_triton_kernel_of_own_keys_is_right(dtype, heads, kv_heads, head_dim, steps):
-    demand = replace(DEMAND, dtype=dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, steps=steps)
-    (verdict,) = prove_own([FUSED_OWN], demand, CPU, timed=False)
-    assert verdict.right and 0 < verdict.error <= 1, verdict
+OF_OWN_KEYS = [
+    {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "steps": steps}
+    for heads, kv_heads, head_dim, steps in ((6, 2, 16, 3), (5, 1, 24, 8), (3, 3, 8, 2))
+]
+TRITON = [
+    *((OWN, FUSED_OWN, {"dtype": dtype, **shape}) for dtype in IN_TRITON for shape in OF_OWN_KEYS),
+    *((POINTWISE, FUSED_POINTWISE, {"dtype": dtype}) for dtype in IN_TRITON),
+    (LOSS, FUSED, {}),
+]
 
 
 @interpreted
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_the_triton_kernel_of_position_wise_work_is_right(dtype):
-    (verdict,) = prove_pointwise([FUSED_POINTWISE], replace(DEMAND, dtype=dtype), CPU, timed=False)
+@pytest.mark.parametrize(("of", "kernel", "changes"), TRITON, ids=lambda value: getattr(value, "name", str(value)))
+def test_the_triton_kernels_are_right(topology, of, kernel, changes):
+    verdict = proved(of, kernel, topology, **changes)
     assert verdict.right and 0 < verdict.error <= 1, verdict
 
 
@@ -130,27 +132,16 @@ def test_the_triton_kernel_cuts_and_rotates_whichever_parts_there_are(heads):
     torch.testing.assert_close(PLAIN_POINTWISE.rotate_backward(expected, rotation), x)  # a rotation's inverse
 
 
-@pytest.mark.parametrize(("fault", "reason"), POINTWISE_FAULTS, ids=lambda value: getattr(value, "name", ""))
-def test_a_wrong_kernel_of_position_wise_work_is_found_out_and_said_what_of(fault, reason):
-    (verdict,) = prove_pointwise([fault], DEMAND, CPU, timed=False)
-    assert not verdict.right and reason in verdict.reason
+FAULTS = [
+    (of, *fault)
+    for of, faults in ((POINTWISE, POINTWISE_FAULTS), (OWN, OWN_FAULTS), (LOSS, LOSS_FAULTS))
+    for fault in faults
+]
 
 
-@pytest.mark.parametrize(("fault", "reason"), OWN_FAULTS, ids=lambda value: getattr(value, "name", ""))
-def test_a_wrong_kernel_of_own_keys_is_found_out_and_said_what_of(fault, reason):
-    (verdict,) = prove_own([fault], DEMAND, CPU, timed=False)
-    assert not verdict.right and reason in verdict.reason
-
-
-@interpreted
-def test_the_losss_triton_kernel_is_right(topology):
-    (verdict,) = prove_loss([FUSED], DEMAND, topology.alone, CPU, timed=False)
-    assert verdict.right and 0 < verdict.error <= 1, verdict
-
-
-@pytest.mark.parametrize(("fault", "reason"), LOSS_FAULTS, ids=lambda value: getattr(value, "name", ""))
-def test_a_wrong_kernel_of_the_loss_is_found_out_and_said_what_of(topology, fault, reason):
-    (verdict,) = prove_loss([fault], DEMAND, topology.alone, CPU, timed=False)
+@pytest.mark.parametrize(("of", "fault", "reason"), FAULTS, ids=lambda value: getattr(value, "name", ""))
+def test_a_wrong_kernel_of_the_rest_is_found_out_and_said_what_of(topology, of, fault, reason):
+    verdict = proved(of, fault, topology)
     assert not verdict.right and reason in verdict.reason
 
 
@@ -181,13 +172,8 @@ def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, 
 def test_a_resumed_job_keeps_a_kernel_that_is_still_right_and_says_what_has_changed(topology, small_timing):
     of = candidates(slow(block.CPU), block.PLAIN)
     table = of.prove(DEMAND, topology.alone, CPU, timed=True)
-    before = dict.fromkeys(KINDS, "slow") | {
-        "banded": None,
-        "windowed": None,
-        OWN: "plain",
-        POINTWISE: "plain",
-        LOSS: "fused",
-    }
+    before = dict.fromkeys(KINDS, "slow") | dict.fromkeys(("banded", "windowed"))
+    before |= {OWN: "plain", POINTWISE: "plain", LOSS: "fused"}
     kept = pick(of, table, before).names
     assert kept == before | {LOSS: "plain"}
     assert changes(before, kept) == "the loss: fused, now plain"

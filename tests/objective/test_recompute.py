@@ -8,11 +8,10 @@ import torch
 from definition import random_case
 from layouts import Layout, draft_config, pack, prepare
 from live_bytes import LargestTensor, LiveBytes, device_tensors
-from training_path import batch_counts, batch_weights, load_draft, stream_batch, train_case
+from training_path import stream_batch, train_case
 
 from eagle3.draft.model import DraftPass
 from eagle3.objective.losses import LossConfig
-from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import StreamedRows
 from eagle3.objective.unroll import unroll
@@ -23,17 +22,13 @@ KL = LossConfig()
 
 @pytest.mark.parametrize("recompute", ["none", "attention_kept", "full"])
 def test_inputs_that_wait_on_the_host_give_the_same_bits(topology, recompute):
-    case, memory = random_case(MASKS, seed=1), MemoryPlan(recompute, 10_000)
-    gradients = []
+    case, memory, gradients = random_case(MASKS, seed=1), MemoryPlan(recompute, 10_000), []
     for residence in ("device", "host"):
-        draft = load_draft(case, topology, torch.float32)
-        objective = DraftObjective(draft, topology, memory=memory)
         batch = stream_batch(case, case.documents, 4, torch.float32, topology, residence=residence)
-        assert isinstance(batch.inputs.aux, StreamedRows) == isinstance(batch.teacher.last, StreamedRows)
-        assert isinstance(batch.inputs.aux, StreamedRows) == (residence == "host")
-        weights = batch_weights(objective, [batch], batch_counts([batch], topology), KL, topology)
-        objective(batch, weights).surrogate.backward()
-        gradients.append({name: weight.grad for name, weight in draft.named_parameters() if weight.requires_grad})
+        streamed = {isinstance(rows, StreamedRows) for rows in (batch.inputs.aux, batch.teacher.last)}
+        assert streamed == {residence == "host"}
+        trained = train_case(case, topology, torch.float32, 4, KL, memory=memory, residence=residence)
+        gradients.append(trained.gradients)
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(gradient, gradients[1][name]) for name, gradient in gradients[0].items())
 
@@ -52,10 +47,8 @@ def test_the_embeddings_part_of_a_projection_is_computed_once_for_each_token_whe
 ):
     case, rows, embedded = random_case(MASKS, seed=1), [], DraftPass.embedded
     monkeypatch.setattr(DraftPass, "embedded", lambda self, x, of: (rows.append(len(x)), embedded(self, x, of))[1])
-    objective = DraftObjective(load_draft(case, topology, torch.float32), topology, memory=MemoryPlan(recompute))
+    train_case(case, topology, torch.float32, 4, KL, memory=MemoryPlan(recompute))
     batch = stream_batch(case, case.documents, 4, torch.float32, topology)
-    weights = batch_weights(objective, [batch], batch_counts([batch], topology), KL, topology)
-    objective(batch, weights).surrogate.backward()
     each = batch.inputs.query_tokens.numel() + len(batch.inputs.key_tokens)  # what the steps and the prefix meet
     different = len(torch.cat([document.ids for document in case.documents]).unique())
     assert sum(rows) <= different + 1 if recompute == "none" else sum(rows) >= times * each

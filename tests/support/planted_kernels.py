@@ -62,71 +62,60 @@ ATTENTION_FAULTS = [
     (_spoiled("swapped", gradients=lambda part: BlockGradients(part.q, part.v, part.k)), "dk is off by"),
     (Kernel("raises", CPU.forward, _raises), "raised RuntimeError: CUDA error: no kernel image is available"),
 ]
+
+
+def _planted(plain, reason: str, name: str, **changes) -> tuple:
+    """A plain kernel with other functions, and what the verdict says."""
+    return plain._replace(name=name, **changes), reason
+
+
+def _swapped_backward(grad, output, q, own, scale):
+    dq, *rest = PLAIN_OWN.backward(grad, output, q, own, scale)
+    return dq, *reversed(rest)
+
+
+def _scaled_backward(grad, output, q, own, scale):
+    return PLAIN_OWN.backward(grad, output, q, own, 1.02 * scale)
+
+
 OWN_FAULTS = [
-    (
-        PLAIN_OWN._replace(name="forgets", forward=lambda prefix, q, own, scale: prefix),
-        "out is off by",
-    ),
-    (
-        PLAIN_OWN._replace(
-            name="scaled",
-            backward=lambda grad, output, q, own, scale: PLAIN_OWN.backward(grad, output, q, own, 1.02 * scale),
-        ),
-        "dq is off by",
-    ),
-    (
-        PLAIN_OWN._replace(
-            name="swapped",
-            backward=lambda grad, output, q, own, scale: (
-                (gradients := PLAIN_OWN.backward(grad, output, q, own, scale))[0],
-                *reversed(gradients[1:]),
-            ),
-        ),
-        "d_own is off by",
-    ),
-    (PLAIN_OWN._replace(name="raises", forward=_does_not_compile), "raised CompilationError"),
+    _planted(PLAIN_OWN, "out is off by", "forgets", forward=lambda prefix, q, own, scale: prefix),
+    _planted(PLAIN_OWN, "dq is off by", "scaled", backward=_scaled_backward),
+    _planted(PLAIN_OWN, "d_own is off by", "swapped", backward=_swapped_backward),
+    _planted(PLAIN_OWN, "raised CompilationError", "raises", forward=_does_not_compile),
 ]
+
+
+def _swapped_halves(x):
+    return PLAIN_POINTWISE.swiglu(x.roll(len(x[0]) // 2, 1))
+
+
+def _without_steep_slopes(grad, x):
+    return PLAIN_POINTWISE.swiglu_backward(grad, x).mul_(x.abs() < 3)
+
+
+def _turned_values(x, rotation, heads, dtype):
+    rotate = PLAIN_POINTWISE.rotate
+    return [*rotate(x, rotation, heads, dtype)[:2], rotate(x, rotation, [sum(heads)], dtype)[0][:, -heads[-1] :]]
+
+
+def _larger_if_alone(x, rotation, heads, dtype):
+    return [(1 if len(heads) > 1 else 1.5) * part for part in PLAIN_POINTWISE.rotate(x, rotation, heads, dtype)]
+
+
+def _turned_on(grads, rotation):
+    return PLAIN_POINTWISE.rotate_backward(grads, rotation._replace(sin=-rotation.sin))
+
+
 POINTWISE_FAULTS = [
-    (
-        PLAIN_POINTWISE._replace(name="swapped", swiglu=lambda x: PLAIN_POINTWISE.swiglu(x.roll(len(x[0]) // 2, 1))),
-        "SwiGLU is off by",
+    _planted(PLAIN_POINTWISE, "SwiGLU is off by", "swapped", swiglu=_swapped_halves),
+    _planted(
+        PLAIN_POINTWISE, "SwiGLU's gradient is off by", "forgets the slope", swiglu_backward=_without_steep_slopes
     ),
-    (
-        PLAIN_POINTWISE._replace(
-            name="forgets the slope",
-            swiglu_backward=lambda grad, x: PLAIN_POINTWISE.swiglu_backward(grad, x).mul_(x.abs() < 3),
-        ),
-        "SwiGLU's gradient is off by",
-    ),
-    (
-        PLAIN_POINTWISE._replace(
-            name="turns the values",
-            rotate=lambda x, rotation, heads, dtype: [
-                *PLAIN_POINTWISE.rotate(x, rotation, heads, dtype)[:2],
-                PLAIN_POINTWISE.rotate(x, rotation, [sum(heads)], dtype)[0][:, -heads[-1] :],
-            ],
-        ),
-        "rotation is off by",
-    ),
-    (
-        PLAIN_POINTWISE._replace(
-            name="cannot turn one part",
-            rotate=lambda x, rotation, heads, dtype: [
-                (1 if len(heads) > 1 else 1.5) * part for part in PLAIN_POINTWISE.rotate(x, rotation, heads, dtype)
-            ],
-        ),
-        "rotation is off by",
-    ),
-    (
-        PLAIN_POINTWISE._replace(
-            name="turns on",
-            rotate_backward=lambda grads, rotation: PLAIN_POINTWISE.rotate_backward(
-                grads, rotation._replace(sin=-rotation.sin)
-            ),
-        ),
-        "rotation's gradient is off by",
-    ),
-    (PLAIN_POINTWISE._replace(name="raises", swiglu_backward=_does_not_compile), "raised CompilationError"),
+    _planted(PLAIN_POINTWISE, "rotation is off by", "turns the values", rotate=_turned_values),
+    _planted(PLAIN_POINTWISE, "rotation is off by", "cannot turn one part", rotate=_larger_if_alone),
+    _planted(PLAIN_POINTWISE, "rotation's gradient is off by", "turns on", rotate_backward=_turned_on),
+    _planted(PLAIN_POINTWISE, "raised CompilationError", "raises", swiglu_backward=_does_not_compile),
 ]
 LOSS_FAULTS = [
     (softmaxes.PLAIN._replace(name="raises", softmaxes=_does_not_compile), "raised CompilationError"),
