@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
+from drafts import export
 from published_drafts import LAYOUTS, deepspec, legacy_norms, rewritten, specforge, speculators
 from safetensors.torch import load_file, save_file
 from test_interchange import D2T, SIZES, T2D, _draft, _export
 
-from eagle3.draft.interchange import export_draft, load_weights, read_exported
+from eagle3.draft.interchange import load_weights, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.targets.sglang.draft_check import require_known
@@ -49,19 +50,17 @@ def test_the_norms_of_other_trainers_are_read(tmp_path, topology):
 def test_a_draft_of_deepspec_reads_five_layers_the_whole_vocabulary_and_has_normed_heads(tmp_path, topology):
     vocabulary, layers = SIZES["vocab_size"], (1, 3, 5, 7, 9)
     shape = {"draft_vocab_size": vocabulary, "qk_norm": True, "attention_bias": True, "aux_layers": layers}
-    draft, whole = _draft(topology, 8, **shape), torch.ones(vocabulary, dtype=torch.bool)
-    tables = {"d2t": torch.zeros(vocabulary, dtype=torch.int64), "t2d": whole}
-    weights = dict(draft.named_parameters())
-    for folder in (tmp_path / "own", tmp_path / "other"):
-        export_draft(folder, draft, weights, **tables, dtype=torch.float32, with_embedding=True)
-    own, read = read_exported(tmp_path / "own"), read_exported(rewritten(tmp_path / "other", deepspec))
+    draft = _draft(topology, 8, **shape)
+    own, other = (export(tmp_path / name, draft) for name in ("own", "other"))
+    own, read = read_exported(own), read_exported(rewritten(other, deepspec))
     assert vars(read.config) == vars(own.config)
     assert read.config.different_sizes(draft.draft_config) == []
-    assert torch.equal(read.t2d, whole) and not read.d2t.any()
+    assert bool(read.t2d.all()) and len(read.t2d) == vocabulary and not read.d2t.any()
     assert read.weights.keys() == own.weights.keys() > {f"midlayer.self_attn.{name}_norm.weight" for name in "qk"}
     loaded = Eagle3Draft(read.config, topology.modules_alone, torch.float32)
     load_weights(loaded, read, topology.tensor)
-    assert all(torch.equal(weight, weights[name]) for name, weight in loaded.named_parameters())
+    pairs = zip(loaded.parameters(), draft.parameters(), strict=True)
+    assert all(torch.equal(weight, written) for weight, written in pairs)
     with pytest.raises(UserError, match="SGLang does not know qk_norm.*--engine transformers"):
         require_known(read.config, tmp_path)
 
@@ -95,32 +94,23 @@ def test_one_of_the_vocabularys_tables_is_enough(tmp_path, topology, missing, as
 
 
 def test_a_draft_of_the_whole_vocabulary_needs_no_tables_and_its_head_may_be_tied(tmp_path, topology):
-    draft = _draft(topology, 5, draft_vocab_size=SIZES["vocab_size"])
-    whole = torch.ones(SIZES["vocab_size"], dtype=torch.bool)
-
     def tied(values: dict, tensors: dict) -> dict:
         for name in ("d2t", "t2d", "lm_head.weight"):
             del tensors[name]
         return values
 
-    folder, weights = tmp_path / "draft", dict(draft.named_parameters())
-    tables = {"d2t": torch.zeros(len(whole), dtype=torch.int64), "t2d": whole}
-    export_draft(folder, draft, weights, **tables, dtype=torch.float32, with_embedding=True)
+    folder = export(tmp_path / "draft", _draft(topology, 5, draft_vocab_size=SIZES["vocab_size"]))
     read = read_exported(rewritten(folder, tied))
     assert torch.equal(read.weights["lm_head.weight"], read.weights["embed_tokens.weight"])
-    assert torch.equal(read.t2d, whole) and not read.d2t.any()
+    assert bool(read.t2d.all()) and len(read.t2d) == SIZES["vocab_size"] and not read.d2t.any()
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"speculators_model_type": "dflash"}, "describes a draft of type 'dflash', not EAGLE3"),
-        ({"speculators_model_type": "eagle3"}, "describes a draft of type 'eagle3', not EAGLE3"),
-    ],
-)
-def test_another_kind_of_draft_is_named(tmp_path, topology, values, message):
+@pytest.mark.parametrize("kind", ["dflash", "eagle3"])
+def test_another_kind_of_draft_is_named(tmp_path, topology, kind):
+    """Nothing but its name makes the second one EAGLE3."""
+    values = {"speculators_model_type": kind}
     folder = rewritten(_export(tmp_path / "draft", _draft(topology, 6)), lambda _, tensors: values)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match=f"describes a draft of type '{kind}', not EAGLE3"):
         read_exported(folder)
 
 

@@ -15,17 +15,12 @@ from eagle3.draft.rope import RotaryEmbedding
 
 CONTEXT = 128  # max_position_embeddings, which the positions below exceed by far
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 32.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = {
     "default": {"rope_type": "default", "rope_theta": 500000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
-    "llama3": {
-        "rope_type": "llama3",
-        "rope_theta": 500000.0,
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+    "llama3": LLAMA3,
     "yarn": YARN,
     "yarn with mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3},
     "yarn with attention_factor": YARN | {"attention_factor": 0.8},
@@ -35,13 +30,8 @@ every_rope = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 
 
 def _config(rope, **changes):
-    sizes = {
-        "hidden_size": 64,
-        "target_hidden_size": 64,
-        "intermediate_size": 32,
-        "vocab_size": 8,
-        "draft_vocab_size": 8,
-    }
+    sizes = {"hidden_size": 64, "target_hidden_size": 64, "intermediate_size": 32}
+    sizes |= {"vocab_size": 8, "draft_vocab_size": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     return DraftConfig(**(sizes | heads | {"max_position_embeddings": CONTEXT, "rope_parameters": rope} | changes))
 
@@ -138,14 +128,10 @@ def test_fp32_frequencies_are_the_formula_to_fp32_rounding():
 
 
 def test_positions_are_explicit_and_may_be_in_any_order():
-    embedding, order = (
-        RotaryEmbedding(_config(ROPES["llama3"])),
-        torch.randperm(347, generator=torch.Generator().manual_seed(4)),
-    )
-    positions = _positions()[:347]
-    assert torch.allclose(
-        embedding.at(positions[order], torch.float32).cos, embedding.at(positions, torch.float32).cos[order], atol=2e-7
-    )
+    embedding, positions = RotaryEmbedding(_config(LLAMA3)), _positions()
+    order = torch.randperm(len(positions), generator=torch.Generator().manual_seed(4))
+    turned, straight = (embedding.at(each, torch.float32).cos for each in (positions[order], positions))
+    assert torch.allclose(turned, straight[order], atol=2e-7)
 
 
 @every_rope
