@@ -16,17 +16,8 @@ from eagle3.jobs.verify import read_case, run_case
 from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import every_core, job_store, start_distributed, usable_cores
 
-SHAPE = {
-    "hidden_size": 96,
-    "target_hidden_size": 96,
-    "intermediate_size": 240,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 8,
-    "head_dim": 4,
-    "vocab_size": 101,
-    "draft_vocab_size": 64,
-    "max_position_embeddings": 64,
-}
+SHAPE = {"hidden_size": 96, "target_hidden_size": 96, "intermediate_size": 240, "max_position_embeddings": 64}
+SHAPE |= {"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 4, "vocab_size": 101, "draft_vocab_size": 64}
 
 
 @pytest.mark.parametrize(("tensor", "ulysses"), [(1, 1), (2, 1), (8, 3), (4, 6), (1, 24)])
@@ -35,80 +26,36 @@ def test_sizes_that_divide_are_taken(tensor, ulysses):
 
 
 @pytest.mark.parametrize(
-    ("changes", "tensor", "message"),
+    ("changes", "tensor", "named"),
     [
-        (
-            {},
-            16,
-            "parallelism.tensor: 16 does not divide the draft's num_key_value_heads 8; use 2 or 4 or 8, or change it "
-            "under model.draft",
-        ),
-        (
-            {},
-            3,
-            "parallelism.tensor: 3 does not divide the draft's num_key_value_heads 8; use 1 or 2, or change it under "
-            "model.draft",
-        ),
-        (
-            {"num_key_value_heads": 1},
-            2,
-            "parallelism.tensor: 2 does not divide the draft's num_key_value_heads 1; use 1, or change it under "
-            "model.draft",
-        ),
-        (
-            {"intermediate_size": 250},
-            4,
-            "parallelism.tensor: 4 does not divide the draft's intermediate_size 250; use 1 or 2, or change it under "
-            "model.draft",
-        ),
-        (
-            {"draft_vocab_size": 50},
-            4,
-            "parallelism.tensor: 4 does not divide the draft's draft_vocab_size 50; use 1 or 2, or change it under "
-            "model.draft",
-        ),
+        ({}, 16, "num_key_value_heads 8; use 2 or 4 or 8, or change it under model.draft"),
+        ({}, 3, "num_key_value_heads 8; use 1 or 2, or"),
+        ({"num_key_value_heads": 1}, 2, "num_key_value_heads 1; use 1, or"),
+        ({"intermediate_size": 250}, 4, "intermediate_size 250; use 1 or 2, or"),
+        ({"draft_vocab_size": 50}, 4, "draft_vocab_size 50; use 1 or 2, or"),
     ],
 )
-def test_a_tensor_size_that_does_not_divide_the_draft_is_refused(changes, tensor, message):
-    with pytest.raises(UserError) as refusal:
+def test_a_tensor_size_that_does_not_divide_the_draft_is_refused(changes, tensor, named):
+    with pytest.raises(UserError, match=f"^parallelism.tensor: {tensor} does not divide the draft's {named}"):
         DraftConfig(**SHAPE | changes).check_parallel(tensor, 1)
-    assert str(refusal.value) == message
 
 
 @pytest.mark.parametrize(
-    ("tensor", "ulysses", "message"),
-    [
-        (
-            1,
-            5,
-            "parallelism.ulysses: 5 does not divide the 24 attention heads of a tensor-parallel rank; use 4 or 6, and",
-        ),
-        (
-            4,
-            4,
-            "parallelism.ulysses: 4 does not divide the 6 attention heads of a tensor-parallel rank; use 3 or 6, and",
-        ),
-        (8, 8, "parallelism.ulysses: 8 does not divide the 3 attention heads of a tensor-parallel rank; use 3, and"),
-    ],
+    ("tensor", "ulysses", "heads", "remedy"), [(1, 5, 24, "4 or 6"), (4, 4, 6, "3 or 6"), (8, 8, 3, "3")]
 )
-def test_a_ulysses_degree_that_does_not_divide_the_heads_is_refused(tensor, ulysses, message):
-    with pytest.raises(UserError) as refusal:
+def test_a_ulysses_degree_that_does_not_divide_the_heads_is_refused(tensor, ulysses, heads, remedy):
+    expected = f"^parallelism.ulysses: {ulysses} does not divide the {heads} attention heads .*; use {remedy}, and"
+    with pytest.raises(UserError, match=expected):
         DraftConfig(**SHAPE).check_parallel(tensor, ulysses)
-    assert str(refusal.value).startswith(message)
 
 
 @pytest.mark.parametrize(
     ("world", "sizes", "remedy"),
-    [
-        (4, (2, 4, 1), "start 8,"),
-        (6, (1, 2, 2), "start 4 or 8,"),
-        (12, (2, 2, 2), "start 8 or 16,"),
-        (1, (1, 1, 3), "start 3,"),
-    ],
+    [(4, (2, 4, 1), "8"), (6, (1, 2, 2), "4 or 8"), (12, (2, 2, 2), "8 or 16"), (1, (1, 1, 3), "3")],
 )
 def test_a_job_whose_processes_are_no_multiple_of_the_sizes_is_refused(monkeypatch, topology, world, sizes, remedy):
     monkeypatch.setenv("WORLD_SIZE", str(world))
-    with pytest.raises(UserError, match=f"this job has {world}; {remedy} or choose"):
+    with pytest.raises(UserError, match=f"this job has {world}; start {remedy}, or choose"):
         start_distributed(*sizes)
 
 

@@ -40,7 +40,8 @@ def _visible(lengths: list[int], queries: list[int], keys: list[int], window: in
 
 
 def _shown(schedule: PrefixSchedule, bands: bool = True) -> list[Pair]:
-    """The (query row, key row) pairs of all pieces. Asserts that each query row of a piece sees some key."""
+    """The (query row, key row) pairs of all pieces, with -1 for a pad. Asserts that no piece is empty, and that each of
+    its query rows sees some key."""
     pairs = []
     for piece in schedule.dense_pieces(bands):
         queries, keys = schedule.query_rows[piece.queries], schedule.key_rows[piece.keys]
@@ -182,8 +183,3 @@ def test_queries_far_apart_do_not_share_a_block():
     """Otherwise a mask would replace a rectangle that both could have had."""
     schedule = _schedule([100], [10, 11, 60, 61], list(range(100)), 8, None)
     assert {(piece.queries.start, piece.queries.stop) for piece in schedule.pieces} == {(0, 2), (2, 4)}
-
-
-def test_pads_and_empty_sides_are_in_no_piece():
-    for queries, keys in (([], [0, 1, 2]), ([1], []), ([], [])):
-        assert _schedule([3], queries, keys, 2, None, (2, 2)).pieces == ()

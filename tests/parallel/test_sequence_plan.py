@@ -38,12 +38,12 @@ def _pack(masks, source, rule):
     return ids, Stream.pack(ids, [torch.tensor(mask) for mask in masks], rule)
 
 
-def _cases(count=200):
+def _cases():
     """Every other case by the other rule."""
-    for seed in range(count):
+    for seed in range(50):
         source, rule = random.Random(seed), RULES[seed % 2]
         masks = _random_masks(source)
-        yield masks, source.choice([1, 2, 3, 7]), *_pack(masks, source, rule), rule
+        yield masks, *_pack(masks, source, rule), rule
 
 
 def _counted(masks, steps, rule):
@@ -58,7 +58,7 @@ def _counted(masks, steps, rule):
 
 
 def test_a_stream_holds_documents_back_to_back_with_positions_of_their_own():
-    for masks, _, ids, stream, rule in _cases(50):
+    for masks, ids, stream, rule in _cases():
         rows = [(number, t) for number, mask in enumerate(masks) for t in range(len(mask))]
         assert stream.tokens == len(rows)
         assert list(zip(stream.document.tolist(), stream.position.tolist(), strict=True)) == rows
@@ -70,7 +70,7 @@ def test_a_stream_holds_documents_back_to_back_with_positions_of_their_own():
 
 
 def test_tokens_after_a_row_are_zero_beyond_its_document():
-    for masks, _, ids, stream, rule in _cases(50):
+    for masks, ids, stream, rule in _cases():
         for distance in (0, 1, 2, 7, 40):
             expected = []
             for document in ids:
@@ -102,38 +102,12 @@ def _pairs(plan: SequencePlan) -> list[tuple[int, int, int]]:
     ]
 
 
-def test_queries_are_exactly_the_rows_that_some_step_counts():
-    for masks, steps, _, stream, rule in _cases():
-        expected = sorted({t for _, t, _ in _counted(masks, steps, rule)})
-        assert plan_sequence(stream, steps).queries.tolist() == (expected or [-1])
-
-
-def test_keys_are_exactly_the_rows_that_some_query_sees():
-    for masks, steps, _, stream, rule in _cases():
-        expected = _visible(stream, sorted({t for _, t, _ in _counted(masks, steps, rule)}))
-        assert plan_sequence(stream, steps).keys.tolist() == (expected or [-1])
-
-
-def test_teacher_rows_are_exactly_those_whose_distribution_a_counted_position_compares_with():
-    """z[t + k] belongs to the hidden state at t + k + 1."""
-    for masks, steps, _, stream, rule in _cases():
-        expected = sorted({ahead + 1 for _, _, ahead in _counted(masks, steps, rule)})
-        assert plan_sequence(stream, steps).teacher.tolist() == expected
-
-
-def test_a_plan_supervises_what_the_accuracies_count():
-    for masks, steps, _, stream, rule in _cases():
-        counted = _counted(masks, steps, rule)
-        expected = [sum(step == number for step, _, _ in counted) for number in range(steps)]
-        assert plan_sequence(stream, steps).supervised.sum(1).tolist() == expected
-
-
-# A stream over several ranks ------------------------------------------------------------------------------------------
+# The plan of one rank, and those of several ---------------------------------------------------------------------------
 
 SIZES = [(ulysses, ring) for ulysses in (1, 2, 4) for ring in (1, 2, 4)]
 
 
-def _sharded(count: int = 9) -> Iterator[tuple[list, int, Rule, Stream, SequenceSharding, list[SequencePlan]]]:
+def _sharded(count: int = 15) -> Iterator[tuple[list, int, Rule, Stream, SequenceSharding, list[SequencePlan]]]:
     """Masks, steps, rule, stream, sharding and all ranks' plans, for `count` streams with every size. One stream is
     empty."""
     for seed, (ulysses, ring) in enumerate(SIZES * count):
@@ -182,6 +156,7 @@ def test_the_ranks_together_supervise_every_counted_pair_once():
 
 
 def test_a_rank_needs_the_teacher_of_its_own_pairs_only_and_finds_them_in_its_own_queries():
+    """z[t + k] belongs to the hidden state at t + k + 1."""
     for *_, plans in _sharded():
         for plan in plans:
             pairs = _pairs(plan)
@@ -221,11 +196,9 @@ def test_where_nothing_is_supervised_a_plan_holds_one_pad_and_row_0_and_counts_n
 
 def test_loss_masks_of_integers_are_read_as_booleans():
     ids, masks = [torch.arange(5)], [[0, 1, 1, 0, 1]]
-    streams = [
-        Stream.pack(ids, [torch.tensor(mask, dtype=kind) for mask in masks], "served")
-        for kind in (torch.int64, torch.bool)
-    ]
-    assert torch.equal(streams[0].teacher, streams[1].teacher) and torch.equal(streams[0].first, streams[1].first)
+    kinds = torch.int64, torch.bool
+    one, other = (Stream.pack(ids, [torch.tensor(mask, dtype=kind) for mask in masks], "served") for kind in kinds)
+    assert torch.equal(one.teacher, other.teacher) and torch.equal(one.first, other.first)
 
 
 @pytest.mark.parametrize("ids", [[], [torch.arange(3), torch.arange(0)]], ids=["no document", "an empty document"])
