@@ -1,19 +1,20 @@
 """Ulysses x ring x tensor x data parallelism gives the loss and gradients of one process, in every layout."""
 
-import json
+import itertools
+import math
 import os
 import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
+import sharded_cases
 import torch
 from counted_bytes import WAYS
 from definition import Loss, define
 from places import GOLDEN, ROOT
-from safetensors import safe_open
-from safetensors.torch import load_file
-from sharded_cases import AXES, LARGEST, MOST_PROCESSES, STEPS, base_cases, covering_cases, pairs_of, possible_pairs
-from sharded_worker import bytes_file, case_file, course_file, golden_cases, golden_file, in_bfloat16, in_fp32
+from processes import kept
+from sharded_cases import AXES, STEPS, Sharded, base_cases, covering_cases
+from sharded_worker import golden_cases, in_bfloat16, in_fp32
 from tiny_run import finish, launch
 from torch import Tensor
 from training_path import train_case
@@ -22,16 +23,25 @@ from zero2_course import STEPS as STEPS_OF_COURSE
 
 from eagle3.jobs.verify import read_tensors, relative_errors, tolerance
 
-CASES = base_cases() + covering_cases()
+CASES, ALONE = base_cases() + covering_cases(), [*map(reference, COURSES)]
+
+
+class Computed:
+    """What every rank computed, by the sizes of its layout, all of them in one launch."""
+
+    def __init__(self, folder) -> None:
+        path = f"PYTHONPATH={ROOT / 'benchmarks'}:{os.environ.get('PYTHONPATH', '')}"  # for sent_bytes and shares
+        finish(launch("env", path, sys.executable, "tests/support/sharded_worker.py", str(folder)))
+        self.ranks = {sizes: kept(folder, str(sizes)) for sizes in {each.sizes for each in (*CASES, *ALONE, *COURSES)}}
+
+    def of(self, case: Sharded, what: object) -> Any:
+        """What the first rank of the case computed."""
+        return self.ranks[case.sizes][0][case.name, what]
 
 
 @pytest.fixture(scope="module")
-def computed(tmp_path_factory):
-    """The folder with what every case computed, all of them in one launch."""
-    folder = tmp_path_factory.mktemp("sharded")
-    path = f"PYTHONPATH={ROOT / 'benchmarks'}:{os.environ.get('PYTHONPATH', '')}"  # for sent_bytes and shares
-    finish(launch("env", path, sys.executable, "tests/support/sharded_worker.py", str(folder)))
-    return folder
+def computed(tmp_path_factory) -> Computed:
+    return Computed(tmp_path_factory.mktemp("sharded"))
 
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -42,15 +52,16 @@ def test_every_layout_gives_the_loss_and_gradients_of_the_definition_in_fp64(com
     data = case.case()
     constants = 0.8, case.config.kl_scale, case.config.kl_decay
     defined = define(data, STEPS, Loss(case.config.name, None, *constants, case.normalization == "samples"))
-    numbers, gradients = read(computed / case_file(case, torch.float64))
-    assert numbers["tokens"] == sum(len(document.ids) for document in data.documents)
-    assert numbers["step_counts"] == defined.counted.tolist() and numbers["counted"] > 0
-    assert close(numbers["loss"], defined.loss, 1e-10)
-    assert close(numbers["step_losses"], defined.step_losses, 1e-10)
-    assert close(numbers["accuracy"], defined.accuracy, 1e-10)
-    assert close(numbers["acceptance_rate"], defined.acceptance, 1e-10)
-    assert_same_gradients(gradients, defined.gradients, 1e-10)
-    assert numbers["replicas_differ"] <= 1e-10  # fc, fc_norm and norms, which every tensor-parallel rank holds
+    trained = computed.of(case, torch.float64)
+    metrics = trained.metrics
+    assert metrics.tokens == sum(len(document.ids) for document in data.documents)
+    assert trained.counts.counted.tolist() == defined.counted.tolist() and metrics.counted > 0
+    assert close(metrics.loss, defined.loss, 1e-10)
+    assert close(metrics.step_losses, defined.step_losses, 1e-10)
+    assert close(metrics.accuracy, defined.accuracy, 1e-10)
+    assert close(metrics.acceptance_rate, defined.acceptance, 1e-10)
+    assert_same_gradients(trained.gradients, defined.gradients, 1e-10)
+    assert trained.replicas_differ <= 1e-10  # fc, fc_norm and norms, which every tensor-parallel rank holds
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if in_fp32(case)], ids=lambda case: case.name)
@@ -60,19 +71,17 @@ def test_every_layout_rounds_in_fp32_about_as_much_as_one_process(computed, case
     ratio was 0.97 and the largest 1.9.) test_definition.py compares one process with the definition."""
     data = case.case()
     alone = train_case(data, topology, torch.float32, STEPS, case.config, case.dealt(data))
-    _, exact = read(computed / case_file(case, torch.float64))
-    numbers, gradients = read(computed / case_file(case, torch.float32))
-    assert numbers["step_counts"] == alone.counts.counted.tolist()
-    assert close(numbers["loss"], alone.metrics.loss, 1e-5)
-    assert close(numbers["step_losses"], alone.metrics.step_losses, 1e-5)
-    assert gradients.keys() == exact.keys()
+    exact, dealt = computed.of(case, torch.float64).gradients, computed.of(case, torch.float32)
+    assert dealt.counts.counted.tolist() == alone.counts.counted.tolist()
+    assert close(dealt.metrics.loss, alone.metrics.loss, 1e-5)
+    assert close(dealt.metrics.step_losses, alone.metrics.step_losses, 1e-5)
+    assert dealt.gradients.keys() == exact.keys()
     for name, gradient in exact.items():
-        errors = [
-            float((side[name].double() - gradient).norm() / gradient.norm()) for side in (gradients, alone.gradients)
-        ]
+        sides = dealt.gradients, alone.gradients
+        errors = [float((side[name].double() - gradient).norm() / gradient.norm()) for side in sides]
         assert errors[0] <= 3 * errors[1] + 2e-7, (name, errors)  # plus three units in the last place
-    assert close(norm(gradients), norm(exact), 1e-5)
-    assert numbers["replicas_differ"] <= 1e-5
+    assert close(norm(dealt.gradients), norm(exact), 1e-5)
+    assert dealt.replicas_differ <= 1e-5
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if in_bfloat16(case)], ids=lambda case: case.name)
@@ -84,22 +93,22 @@ def test_layouts_in_bfloat16_round_no_more_than_one_process(computed, case, topo
         train_case(data, topology, dtype, STEPS, case.config, case.dealt(data))
         for dtype in (torch.bfloat16, torch.float32)
     )
-    numbers, gradients = read(computed / case_file(case, torch.bfloat16))
-    assert close(numbers["loss"], alone.metrics.loss, 2e-2)
-    assert close(numbers["step_losses"], alone.metrics.step_losses, 2e-2)
-    assert close(norm(gradients), norm(alone.gradients), 2e-2)
+    dealt = computed.of(case, torch.bfloat16)
+    assert close(dealt.metrics.loss, alone.metrics.loss, 2e-2)
+    assert close(dealt.metrics.step_losses, alone.metrics.step_losses, 2e-2)
+    assert close(norm(dealt.gradients), norm(alone.gradients), 2e-2)
     for name, gradient in exact.gradients.items():
-        errors = [float((side[name] - gradient).norm() / gradient.norm()) for side in (gradients, alone.gradients)]
+        sides = dealt.gradients, alone.gradients
+        errors = [float((side[name] - gradient).norm() / gradient.norm()) for side in sides]
         assert errors[0] <= errors[1] + 2e-2, (name, errors)
 
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_ulysses_equals_deepspeeds_distributed_attention(computed, degree):
-    paths = sorted(computed.glob(f"distributed_attention-u{degree}-rank*.json"))
-    assert len(paths) == degree
-    for path in paths:
-        for differences in json.loads(path.read_text()).values():
-            assert differences.keys() == {"out", "q", "k", "v"} and max(differences.values()) < 1e-12
+    ranks = computed.ranks[1, degree, 1, 1]
+    assert len(ranks) == degree
+    for differences in (each for rank in ranks for each in rank["distributed attention"]):
+        assert differences.keys() == {"out", "q", "k", "v"} and max(differences.values()) < 1e-12
 
 
 @pytest.mark.parametrize(("mode", "recompute"), WAYS, ids=" ".join)
@@ -109,20 +118,13 @@ def test_keys_and_values_cross_the_ring_once_in_gather_and_in_every_step_in_p2p(
     the forward pass and their gradient, in fp32, back once, whatever is recomputed. `p2p` sends K_0, V_0 in the forward
     pass of each of the K steps, again in its backward pass, where the gradient makes two hops, and a third time if
     whole steps are recomputed."""
-    record = json.loads((computed / bytes_file(rank)).read_text())[f"{mode} {recompute}"]
+    record = computed.ranks[1, 2, 2, 1][rank]["bytes"][f"{mode} {recompute}"]
     counted, keys, gradient = record["counted"], 2 * record["shared"], 4 * record["shared"]
     sent = counted["ring K0,V0 forward"], counted["ring K0,V0 backward"]
     again = STEPS * keys if recompute == "full" else 0
     assert keys > 0
     assert sent == ((keys, gradient) if mode == "gather" else (STEPS * keys, STEPS * (keys + 2 * gradient) + again))
     assert counted == record["expected"]  # what the planner says of each kind, to the byte
-
-
-def read(path: Path) -> tuple[dict, dict[str, Tensor]]:
-    """The numbers and the gradients of one case."""
-    with safe_open(path, "pt") as file:
-        names = file.keys()  # noqa: SIM118 - not a dictionary
-        return json.loads(file.metadata()["numbers"]), {name: file.get_tensor(name) for name in names}
 
 
 def close(actual, expected, tolerance: float) -> bool:
@@ -149,15 +151,14 @@ def norm(gradients: dict[str, Tensor]) -> float:
 )
 def test_every_layout_passes_golden_cases_through_the_engine(computed, case, name):
     """test_golden.py runs launchers/verify.py; here the function that it calls runs in all layouts."""
-    actual = load_file(computed / golden_file(case, name))
-    errors = relative_errors(actual, read_tensors(GOLDEN / name / "expected.safetensors"))
+    errors = relative_errors(computed.of(case, name), read_tensors(GOLDEN / name / "expected.safetensors"))
     assert {key: error for key, error in errors.items() if not error <= tolerance(key, torch.float32)} == {}
 
 
 @pytest.mark.parametrize("course", COURSES, ids=lambda course: course.name)
 def test_ten_zero2_steps_follow_one_process(computed, course):
     """Compares losses, gradient norms before clipping, and the final weights."""
-    actual, expected = (load_file(computed / course_file(each)) for each in (course, reference(course)))
+    actual, expected = (computed.of(each, "course") for each in (course, reference(course)))
     assert actual.keys() == expected.keys() and len(expected["losses"]) == STEPS_OF_COURSE
     assert float(expected["losses"].max() - expected["losses"].min()) > 0.1 and float(expected["norms"].min()) > 0
     for name, tensor in expected.items():
@@ -173,14 +174,8 @@ def test_ten_zero2_steps_follow_one_process(computed, course):
 
 
 def test_the_cases_hold_every_layout_and_every_pair_of_values():
-    sizes = {(case.tensor, case.ulysses, case.ring, case.data) for case in base_cases()}
-    assert sizes == {
-        (tensor, ulysses, ring, data)
-        for tensor in AXES["tensor"]
-        for ulysses in AXES["ulysses"]
-        for ring in AXES["ring"]
-        for data in AXES["data"]
-        if 1 < tensor * ulysses * ring * data <= MOST_PROCESSES
-    } | {LARGEST}
-    assert possible_pairs() == set().union(*map(pairs_of, covering_cases()))
-    assert len(possible_pairs()) > 200
+    sizes = itertools.product(*(AXES[name] for name in ("tensor", "ulysses", "ring", "data")))
+    expected = {each for each in sizes if 1 < math.prod(each) <= sharded_cases.MOST_PROCESSES}
+    assert {case.sizes for case in base_cases()} == expected | {sharded_cases.LARGEST}
+    pairs = sharded_cases.possible_pairs()
+    assert pairs == set().union(*map(sharded_cases.pairs_of, covering_cases())) and len(pairs) > 200

@@ -6,16 +6,12 @@ dense softmaxes), and the exported tensors, cut here by hand.
 """
 
 import sys
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from distill_cases import HIDDEN, STEPS, WEIGHTS
 from places import SUPPORT
-from processes import rank_file
-from safetensors import safe_open
-from safetensors.torch import load_file
+from processes import kept
 from tensor_parallel_worker import (
     DRAFTS,
     DTYPES,
@@ -23,7 +19,6 @@ from tensor_parallel_worker import (
     Compared,
     case_names,
     compare,
-    draft_config,
     exported_draft,
     make_case,
     run_draft,
@@ -42,36 +37,22 @@ every_draft = pytest.mark.parametrize("name", DRAFTS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@dataclass(frozen=True, repr=False)  # a failing test prints its arguments, and these are a thousand tensors
-class Computed:
-    """What each rank computed, by world and rank, and the refusals that each rank got."""
+class Computed(dict[int, list[dict]]):
+    """What each rank computed, by world and rank."""
 
-    tensors: dict[int, list[dict[str, Tensor]]]
-    refusals: dict[int, list[str]]
+    def of(self, world: int, name: str, dtype: torch.dtype) -> list:
+        """What each rank computed for one case or draft."""
+        return [rank[name, dtype] for rank in self[world]]
 
-    def of(self, world: int, name: str, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-        """Each rank's tensors for one case or draft."""
-        start = f"{name} {dtype} "
-        return [
-            {key.removeprefix(start): tensor for key, tensor in rank.items() if key.startswith(start)}
-            for rank in self.tensors[world]
-        ]
+    def __repr__(self) -> str:  # a failing test prints its arguments, and these are a thousand tensors
+        return "Computed"
 
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory) -> Computed:
     folder = tmp_path_factory.mktemp("tensor_parallel")
     finish(launch(sys.executable, str(SUPPORT / "tensor_parallel_worker.py"), str(folder)))
-    files = {world: [folder / rank_file(world, rank) for rank in range(world)] for world in WORLDS}
-    return Computed(
-        {world: [load_file(path) for path in paths] for world, paths in files.items()},
-        {world: [_refusal(path) for path in paths] for world, paths in files.items()},
-    )
-
-
-def _refusal(path: Path) -> str:
-    with safe_open(path, "pt") as file:
-        return file.metadata()["refusal"]
+    return Computed({world: kept(folder, f"tensor {world}") for world in WORLDS})
 
 
 def _close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
@@ -87,6 +68,7 @@ def test_sums_surrogate_and_gradients_are_those_of_one_process(computed, topolog
     """Compares the sums step by step, the gradient of the outputs (whole on every rank) and that of the head (by
     rows)."""
     expected = compare(make_case(name, dtype)._replace(fused=False), topology.tensor)
+    assert expected.collectives == 0
     ranks = [Compared(**rank) for rank in computed.of(world, name, dtype)]
     for rank in ranks:
         assert _close(rank.surrogate, expected.surrogate, dtype)
@@ -100,18 +82,12 @@ def test_sums_surrogate_and_gradients_are_those_of_one_process(computed, topolog
 
 @every_world
 @every_case
-def test_every_rank_has_the_same_bits(computed, world, dtype, name):
+def test_every_rank_has_the_same_bits_and_without_autograd_the_same_sums(computed, world, dtype, name):
     first, *others = (Compared(**rank) for rank in computed.of(world, name, dtype))
+    assert torch.equal(first.sums_alone, first.sums)
     for other in others:
         for part in ("surrogate", "sums", "d_outputs", "sums_alone", "sampled", "collectives"):
             assert torch.equal(getattr(other, part), getattr(first, part)), part
-
-
-@every_world
-@every_case
-def test_without_autograd_the_sums_are_the_same(computed, world, dtype, name):
-    for rank in computed.of(world, name, dtype):
-        assert torch.equal(rank["sums_alone"], rank["sums"])
 
 
 def test_the_cases_hold_what_they_are_named_for():
@@ -163,11 +139,6 @@ def test_a_block_takes_two_all_reduces_three_with_overlap_and_a_call_two_more_an
     assert collectives("no teacher rows") == {0}
 
 
-@every_case
-def test_one_process_takes_no_collective(topology, dtype, name):
-    assert compare(make_case(name, dtype), topology.tensor).collectives == 0
-
-
 # parameters by how a rank's part comes from the exported tensors, each with those it is made of
 CUT = {
     "rows": {
@@ -203,7 +174,7 @@ def _part(whole: Tensor, how: str, rank: int, world: int) -> Tensor:
 @every_dtype
 @every_draft
 def test_each_rank_loads_its_part_and_padding_is_zero(computed, world, dtype, name):
-    weights = dict(exported_draft(draft_config(name), dtype).weights)
+    weights = dict(exported_draft(name, dtype).weights)
     embedding = weights["embed_tokens.weight"]
     missing = -len(embedding) % world
     assert bool(missing) == (name != "even vocabulary")
@@ -212,8 +183,8 @@ def test_each_rank_loads_its_part_and_padding_is_zero(computed, world, dtype, na
         for how, parameters in CUT.items():
             for parameter, sources in parameters.items():
                 expected = torch.cat([_part(weights[source], how, rank, world) for source in sources])
-                assert torch.equal(tensors[f"part {parameter}"], expected), parameter
-        assert torch.equal(tensors["part of lm_head "], tensors["part lm_head.weight"])
+                assert torch.equal(tensors["part"][parameter], expected), parameter
+        assert torch.equal(tensors["part of lm_head"][""], tensors["part"]["lm_head.weight"])
 
 
 @every_world
@@ -221,10 +192,9 @@ def test_each_rank_loads_its_part_and_padding_is_zero(computed, world, dtype, na
 @every_draft
 def test_whole_tensors_gives_back_what_was_loaded_on_every_rank(computed, world, dtype, name):
     """Bit for bit, with gate and up in their places and the embedding without its padding."""
-    weights = exported_draft(draft_config(name), dtype).weights
+    weights = exported_draft(name, dtype).weights
     for tensors in computed.of(world, name, dtype):
-        whole = {key: tensor for key, tensor in tensors.items() if key.startswith("whole ")}
-        exported = exported_tensors({key.removeprefix("whole "): tensor for key, tensor in whole.items()})
+        exported = exported_tensors(tensors["whole"])
         assert exported.keys() == weights.keys()
         assert [key for key, tensor in exported.items() if not torch.equal(tensor, weights[key])] == []
 
@@ -235,18 +205,19 @@ def test_whole_tensors_gives_back_what_was_loaded_on_every_rank(computed, world,
 def test_the_cut_modules_compute_what_the_whole_ones_do_and_so_do_their_gradients(
     computed, topology, world, dtype, name
 ):
-    expected = dict(run_draft(name, dtype, topology))
-    compared = [key for key in expected if key.startswith(("output ", "gradient "))]
-    assert {key for key in compared if key.startswith("gradient ")} == {
-        "gradient layer.mlp.linear_fc1.weight",
-        "gradient layer.mlp.linear_fc2.weight",
-        "gradient layer.self_attention.linear_proj.weight",
+    expected = run_draft(name, dtype, topology)
+    assert expected["gradient"].keys() == {
+        "layer.mlp.linear_fc1.weight",
+        "layer.mlp.linear_fc2.weight",
+        "layer.self_attention.linear_proj.weight",
     }
     for tensors in computed.of(world, name, dtype):
-        assert [key for key in compared if not _close(tensors[key], expected[key], dtype)] == []
+        for kind in ("output", "gradient"):
+            wrong = [key for key, each in expected[kind].items() if not _close(tensors[kind][key], each, dtype)]
+            assert tensors[kind].keys() == expected[kind].keys() and wrong == []
 
 
 def test_a_misshapen_tensor_is_refused_with_whole_shapes_on_every_rank(computed):
-    for refusals in computed.refusals.values():
-        for refusal in refusals:
+    for ranks in computed.values():
+        for refusal in (rank["refusal"] for rank in ranks):
             assert "midlayer.mlp.gate_proj.weight" in refusal and "[26, 16]" in refusal and "[24, 16]" in refusal

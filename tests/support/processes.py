@@ -6,7 +6,9 @@ import random
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+import torch
 from limits import NOTICED_SECONDS
 from torch.multiprocessing import start_processes
 
@@ -41,6 +43,17 @@ def _be(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
     names |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in names.items()})
     work()
+
+
+def keep(result: object, folder: Path, name: str) -> None:
+    """Saves what this rank has computed, under the name of its job, for `kept` to read."""
+    torch.save(result, folder / f"{name}-{os.environ['RANK']}.pt")
+
+
+def kept(folder: Path, name: str) -> list:
+    """What the ranks of the job of that name have computed, by rank."""
+    count = len([*folder.glob(f"{name}-*.pt")])
+    return [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(count)]
 
 
 def rank_file(world: int, rank: int) -> str:

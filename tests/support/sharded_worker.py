@@ -4,21 +4,18 @@ tests/parallel/test_sharded.py.
 python tests/support/sharded_worker.py FOLDER [name ...]
 """
 
-import json
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from counted_bytes import count_bytes
 from distributed_attention import differences
 from places import GOLDEN, ZERO2
-from processes import fork_ranks
-from safetensors.torch import save_file
+from processes import fork_ranks, keep
 from sharded_cases import MOST_PROCESSES, STEPS, Sharded, base_cases, covering_cases
-from training_path import Trained, train_case
+from training_path import train_case
 from zero2_course import COURSES, reference, run_course
 
 from eagle3.jobs.verify import read_case, run_case
@@ -40,31 +37,30 @@ def main(folder: Path, names: list[str]) -> None:
 
 
 def run(cases: list[Sharded], courses: list[Sharded], folder: Path) -> None:
-    tensor, ulysses, ring, _ = (cases + courses)[0].sizes
+    """What each rank computes: cases and courses, golden cases and the bytes sent by name, and differences from
+    DeepSpeed's attention."""
+    sizes = (cases + courses)[0].sizes
+    tensor, ulysses, ring, _ = sizes
     topology = start_distributed(tensor, ulysses, ring)
+    results = {}
     for case in cases:
         data = case.case()
         for dtype in dtypes(case):
-            trained = train_case(
+            results[case.name, dtype] = train_case(
                 data, topology, dtype, STEPS, case.config, case.dealt(data), case.sharding, case.ring_mode, case.memory
             )
-            if dist.get_rank() == 0:
-                write(folder / case_file(case, dtype), trained)
     if ulysses > 1 and (cases + courses)[0].world == ulysses:
-        beside = {heads: differences(topology, heads) for heads in (ulysses, 8)}
-        Path(folder / f"distributed_attention-u{ulysses}-rank{dist.get_rank()}.json").write_text(json.dumps(beside))
+        results["distributed attention"] = [differences(topology, heads) for heads in (ulysses, 8)]
     for case in filter(on_counted_bytes, cases):
-        Path(folder / bytes_file(dist.get_rank())).write_text(json.dumps(count_bytes(case, topology)))
+        results["bytes"] = count_bytes(case, topology)
     for case in cases:
         for name in golden_cases(case):
             golden = read_case(GOLDEN / name)
-            tensors = run_case(golden, topology, 7, torch.float32, ZERO2, case.sharding, case.ring_mode, case.memory)
-            if dist.get_rank() == 0:
-                save_file(tensors, folder / golden_file(case, name))
-    for course in courses:
-        tensors = run_course(course, topology)
-        if dist.get_rank() == 0:
-            save_file(tensors, folder / course_file(course))
+            results[case.name, name] = run_case(
+                golden, topology, 7, torch.float32, ZERO2, case.sharding, case.ring_mode, case.memory
+            )
+    results |= {(course.name, "course"): run_course(course, topology) for course in courses}
+    keep(results, folder, str(sizes))
     stop_distributed()
 
 
@@ -96,29 +92,6 @@ def golden_cases(case: Sharded) -> list[str]:
 
 def on_counted_bytes(case: Sharded) -> bool:
     return case in base_cases() and case.sizes == (1, 2, 2, 1)
-
-
-def bytes_file(rank: int) -> str:
-    return f"bytes-rank{rank}.json"
-
-
-def golden_file(case: Sharded, name: str) -> str:
-    return f"golden {name} {case.name}.safetensors".replace(" ", "_")
-
-
-def course_file(course: Sharded) -> str:
-    return f"course {course.name}.safetensors".replace(" ", "_")
-
-
-def case_file(case: Sharded, dtype: torch.dtype) -> str:
-    return f"{case.name} {dtype}.safetensors".replace(" ", "_")
-
-
-def write(path: Path, trained: Trained) -> None:
-    numbers = trained.metrics.as_dict() | {"step_counts": trained.counts.counted.tolist()}
-    numbers["replicas_differ"] = trained.replicas_differ
-    tensors = {name: gradient.contiguous() for name, gradient in trained.gradients.items()}
-    save_file(tensors, path, metadata={"numbers": json.dumps(numbers)})
 
 
 if __name__ == "__main__":

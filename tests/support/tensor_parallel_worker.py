@@ -5,21 +5,19 @@ python tests/support/tensor_parallel_worker.py FOLDER
 
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from definition import random_case
 from distill_cases import HIDDEN, STEPS, WEIGHTS, Rows, random_rows
-from processes import fork_ranks, rank_file
-from safetensors.torch import save_file
+from processes import fork_ranks, keep
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor.debug import CommDebugMode
 
-from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import ExportedDraft, load_weights, shard, whole_tensors
 from eagle3.draft.model import DraftPass, Eagle3Draft
 from eagle3.errors import UserError
@@ -134,52 +132,20 @@ def compare(case: Case, group: ProcessGroup) -> Compared:
     )
 
 
-def draft_config(name: str) -> DraftConfig:
-    sizes = {
-        "hidden_size": 16,
-        "target_hidden_size": 20,
-        "intermediate_size": 24,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 6,
-        "draft_vocab_size": 8,
-        "max_position_embeddings": 64,
-    }
-    return DraftConfig(**sizes | DRAFTS[name])
-
-
-def exported_draft(config: DraftConfig, dtype: torch.dtype) -> ExportedDraft:
+def exported_draft(name: str, dtype: torch.dtype) -> ExportedDraft:
     """Random weights of the whole draft under exported names."""
-    hidden, wide, mlp = config.hidden_size, config.target_hidden_size, config.intermediate_size
-    query, key = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    shapes = {
-        "embed_tokens.weight": (config.vocab_size, hidden),
-        "fc.weight": (hidden, 3 * wide),
-        "midlayer.self_attn.q_proj.weight": (query, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (key, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (key, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, query),
-        "midlayer.mlp.gate_proj.weight": (mlp, hidden),
-        "midlayer.mlp.up_proj.weight": (mlp, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, mlp),
-        "lm_head.weight": (config.draft_vocab_size, hidden),
-    }
-    for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
-        shapes[f"{name}.weight"] = (hidden,)
-    if config.fc_norm:
-        shapes |= {f"fc_norm.{third}.weight": (wide,) for third in range(3)}
-    generator = torch.Generator().manual_seed(7)
-    weights = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-    t2d = torch.arange(config.vocab_size) < config.draft_vocab_size
-    return ExportedDraft(config, weights, torch.zeros(config.draft_vocab_size, dtype=torch.int64), t2d, "the draft")
+    sizes = {"target_hidden_size": 20, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6}
+    case = random_case([[1]], seed=7, **sizes | DRAFTS[name], draft_vocab_size=8)
+    weights = {weight: tensor.to(dtype) for weight, tensor in case.weights.items()}
+    return ExportedDraft(case.config, weights, case.d2t, case.t2d, "the draft")
 
 
-def run_draft(name: str, dtype: torch.dtype, topology: Topology) -> Iterator[tuple[str, Tensor]]:
+def run_draft(name: str, dtype: torch.dtype, topology: Topology) -> dict[str, dict[str, Tensor]]:
     """A loaded draft's parts, whole weights and whole gradients by parameter name, and what its sharded modules
     compute."""
-    config = draft_config(name)
+    exported = exported_draft(name, dtype)
+    config = exported.config
     draft = Eagle3Draft(config, topology.modules, dtype)
-    exported = exported_draft(config, dtype)
     load_weights(draft, exported, topology.tensor)
     generator = torch.Generator().manual_seed(8)
     x, attended = (torch.randn(5, width, generator=generator).to(dtype) for width in (16, 8 * 6))
@@ -200,14 +166,13 @@ def run_draft(name: str, dtype: torch.dtype, topology: Topology) -> Iterator[tup
         "whole": whole_tensors(weights, draft, topology.tensor),
         "gradient": whole_tensors(gradients, draft, topology.tensor),
     }
-    for kind, tensors in kinds.items():
-        yield from ((f"{kind} {key}", tensor.detach()) for key, tensor in tensors.items())
+    return {kind: {key: tensor.detach() for key, tensor in tensors.items()} for kind, tensors in kinds.items()}
 
 
 def refusal(topology: Topology) -> str:
     """The message for an exported draft whose shape differs from the draft here."""
-    draft = Eagle3Draft(draft_config("odd vocabulary"), topology.modules, torch.float32)
-    exported = exported_draft(draft.draft_config, torch.float32)
+    exported = exported_draft("odd vocabulary", torch.float32)
+    draft = Eagle3Draft(exported.config, topology.modules, torch.float32)
     exported.weights["midlayer.mlp.gate_proj.weight"] = torch.zeros(26, 16)
     try:
         load_weights(draft, exported, topology.tensor)
@@ -218,15 +183,12 @@ def refusal(topology: Topology) -> str:
 
 def work(world: int, folder: Path) -> None:
     topology = start_distributed(tensor=world)
-    results = {}
+    results = {"refusal": refusal(topology)}
     for dtype in DTYPES:
         for name in case_names(dtype):
-            compared = compare(make_case(name, dtype), topology.tensor)
-            results |= {f"{name} {dtype} {key}": tensor for key, tensor in compared._asdict().items()}
-        for name in DRAFTS:
-            results |= {f"{name} {dtype} {key}": tensor for key, tensor in run_draft(name, dtype, topology)}
-    results = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in results.items()}
-    save_file(results, folder / rank_file(world, topology.tensor.rank()), metadata={"refusal": refusal(topology)})
+            results[name, dtype] = compare(make_case(name, dtype), topology.tensor)._asdict()
+        results |= {(name, dtype): run_draft(name, dtype, topology) for name in DRAFTS}
+    keep(results, folder, f"tensor {world}")
     stop_distributed()
 
 
