@@ -45,23 +45,19 @@ def link_case(folder, expected):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_loss_steps_and_every_gradient_are_the_golden_ones(outcomes, case, dtype):
-    """In bf16 single gradients of `windowed` are worth nothing: see BFLOAT16_GRADIENTS."""
+    """In bf16 single gradients of `windowed` are worth nothing: see BFLOAT16_GRADIENTS. fp64 comes as close as the
+    expectations allow, which are stored in fp32: rounding to fp32 costs 6e-8. A cast to fp32 in the computation would
+    show."""
     actual, expected = outcomes[case, dtype], read_tensors(GOLDEN / case / "expected.safetensors")
     assert actual.keys() == expected.keys()
     noisy = (case, dtype) == ("windowed", torch.bfloat16)
     assert {name for name in beyond(actual, expected, dtype) if not (noisy and name.startswith("grad."))} == set()
+    if dtype == torch.float64:
+        errors = relative_errors(actual, expected)
+        assert max(errors.values()) < 2e-7, errors
     # Counts do not depend on the draft, and therefore not on rounding.
     for name in ("acc_denom", "position_count"):
         assert torch.equal(actual[name].double(), expected[name].double()), name
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_fp64_is_exact_far_beyond_fp32(outcomes, case):
-    """fp64 comes as close as the expectations allow, which are stored in fp32: rounding to fp32 costs 6e-8. A cast to
-    fp32 in the computation would show."""
-    expected = read_tensors(GOLDEN / case / "expected.safetensors")
-    errors = relative_errors(outcomes[case, torch.float64], expected)
-    assert max(errors.values()) < 2e-7, errors
 
 
 @pytest.mark.parametrize("name", ["loss", "ploss", "acceptance_rate", "position_count", GRADIENT, "grad.fc.weight"])

@@ -2,7 +2,6 @@
 time."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -10,10 +9,9 @@ import sys
 import pytest
 from jobs import job_of
 from limits import HANG_SECONDS
-from places import ROOT, ZERO2
+from places import ZERO2
 from safetensors.torch import load_file
-from tiny_run import conversations, finish, launch, make_target, write_recipe
-from tokenizers import Tokenizer, decoders
+from tiny_run import capture, conversations, finish, launch, make_target, write_recipe
 
 from eagle3.jobs.provenance import store_provenance
 from eagle3.jobs.train import train
@@ -26,9 +24,6 @@ def recipe(tmp_path_factory):
     """A recipe with a store and two conversations to judge."""
     folder = tmp_path_factory.mktemp("work")
     target = make_target(folder / "target")
-    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
-    tokenizer.decoder = decoders.ByteLevel()  # for the preview, which decodes tokens
-    tokenizer.save(str(target / "tokenizer.json"))
     hidden_states = {"path": str(folder / "store")}
     training = {"max_steps": 2, "global_batch_size": 4}
     return write_recipe(folder, target, hidden_states=hidden_states, training=training, evaluation={"conversations": 2})
@@ -79,14 +74,12 @@ def test_a_preview_counts_what_was_dropped(launcher, recipe, tmp_path):
 
 
 def test_a_second_capture_captures_nothing(recipe, topology):
-    command = (sys.executable, "launchers/capture.py", "--recipe", str(recipe))
-    store = recipe.parent / "store"
-    output = finish(launch(*command))
+    store, output = recipe.parent / "store", capture(recipe)
     assert "40 samples, 0 already stored" in output
     assert "\033" not in output and "\r" not in output  # a log has neither colours nor progress bars
     written = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.iterdir()}
     assert len([name for name in written if name.endswith(".safetensors")]) > 1
-    assert "40 samples, 40 already stored" in finish(launch(*command))
+    assert "40 samples, 40 already stored" in capture(recipe)
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in store.iterdir()} == written
 
     job = job_of(load_recipe(recipe), topology)
@@ -147,16 +140,7 @@ def test_of_a_jobs_processes_only_the_first_says_what_all_find(launcher, recipe,
 
 def read_by_head(lines, *command):
     """Exit code and stderr of a command whose reader takes so many lines of stdout and then leaves."""
-    job = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # left in this process by other tests
-    environment = {name: value for name, value in os.environ.items() if name not in job}
-    process = subprocess.Popen(
-        [sys.executable, *map(str, command)],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    process = launch(sys.executable, *map(str, command), stderr=subprocess.PIPE)
     for _ in range(lines):
         process.stdout.readline()
     process.stdout.close()
@@ -179,13 +163,9 @@ def test_whoever_reads_no_further_ends_a_command_as_shells_expect(main):
 
 
 def test_a_line_that_another_thread_loses_is_no_traceback():
-    main = (
-        "def main():\n  tell('1')\n  time.sleep(1)\n  "
-        "thread = threading.Thread(target=tell, args=('2',))\n  thread.start()"
-    )
-    code, error = read_by_head(
-        1, "-c", f"{RUN}from eagle3.console import tell\n{main}\n  thread.join()\nrun_command(main)"
-    )
+    main = "def main():\n  tell('1')\n  time.sleep(1)\n  thread = threading.Thread(target=tell, args=('2',))\n"
+    main = f"{RUN}from eagle3.console import tell\n{main}  thread.start()\n  thread.join()\nrun_command(main)"
+    code, error = read_by_head(1, "-c", main)
     assert code in (0, 141) and error == []
 
 

@@ -25,11 +25,15 @@ def recipe(tmp_path_factory):
     return write_recipe(folder, make_target(folder / "target"), output={"check_export": False})
 
 
+def forget_settings(monkeypatch) -> None:
+    for name in (*VARIABLES, *(name for name in os.environ if name.startswith("SLURM"))):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def start(monkeypatch, recipe, tmp_path):
     """Starts a launcher on the recipe, with overrides and environment variables."""
-    for name in (*VARIABLES, *(name for name in os.environ if name.startswith("SLURM"))):
-        monkeypatch.delenv(name, raising=False)
+    forget_settings(monkeypatch)
 
     def run(script: str, *arguments: str, before: tuple[str, ...] = (), **settings: str):
         for name, value in settings.items():
@@ -75,55 +79,46 @@ def test_single_node_shows_what_it_would_start_and_starts_nothing(start, recipe,
     assert f"export PYTHONPATH={ROOT}" in text and not (tmp_path / "run").exists()
 
 
+NO_PROCESS, GAPS = ("--gpus-per-node=0",), ": parts need tasks without gaps; write it as 1-N"
+A_JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}
+
+
 @pytest.mark.parametrize(
-    ("script", "arguments", "settings", "message"),
+    ("script", "before", "arguments", "settings", "message"),
     [
-        ("single_node.sh", ("training.max_stepz=3",), {}, "did you mean training.max_steps"),
-        ("single_node.sh", (), {"PROCESSES": "two"}, "PROCESSES=two"),
-        ("single_node.sh", ("parallelism.ulysses=3",), {"PROCESSES": "3"}, "3 does not divide the 4 attention heads"),
-        ("single_node.sh", (), {"CUDA_VISIBLE_DEVICES": "GPU-1a2b"}, "CUDA_VISIBLE_DEVICES=GPU-1a2b"),
-        ("single_node.sh", (), {"CUDA_VISIBLE_DEVICES": "0,1", "PROCESSES": "4"}, "more than the GPUs here, 2; give 2"),
-        ("slurm_multi.sh", ("training.max_stepz=3",), {}, "did you mean training.max_steps"),
-        ("slurm_multi.sh", ("parallelism.ulysses=4",), {"PROCESSES": "2"}, "would cross nodes of 2 processes"),
-        ("slurm_capture.sh", (), {}, "hidden_states.path is not set"),
-        ("slurm_capture.sh", (), {"MAX_REQUEUES": "x"}, "MAX_REQUEUES=x: is not a number"),
-        ("slurm_capture.sh", ("hidden_states.path=x",), {}, "capture here with launchers/capture.py"),
-        ("slurm_capture.sh", ("training.max_stepz=3",), {}, "did you mean training.max_steps"),
+        ("single_node.sh", (), ("training.max_stepz=3",), {}, "did you mean training.max_steps"),
+        ("single_node.sh", (), (), {"PROCESSES": "two"}, "PROCESSES=two"),
+        ("single_node.sh", (), ("parallelism.ulysses=3",), {"PROCESSES": "3"}, "3 does not divide the 4 attention"),
+        ("single_node.sh", (), (), {"CUDA_VISIBLE_DEVICES": "GPU-1a2b"}, "CUDA_VISIBLE_DEVICES=GPU-1a2b"),
+        ("single_node.sh", (), (), {"CUDA_VISIBLE_DEVICES": "0,1", "PROCESSES": "4"}, "more than the GPUs here, 2; "),
+        ("slurm_multi.sh", (), ("training.max_stepz=3",), {}, "did you mean training.max_steps"),
+        ("slurm_multi.sh", (), ("parallelism.ulysses=4",), {"PROCESSES": "2"}, "would cross nodes of 2 processes"),
+        ("slurm_multi.sh", ("--nodes=2-4", "--"), (), {}, "--nodes=2-4"),
+        ("slurm_multi.sh", ("--nodes=0", "--"), (), {}, "a job has 1 node or more"),
+        ("slurm_multi.sh", (*NO_PROCESS, "--"), (), {}, "set PROCESSES"),
+        ("slurm_multi.sh", (*NO_PROCESS, "--time", "24:00:00", "--"), (), {}, "set PROCESSES"),
+        ("slurm_multi.sh", (), (), {"MAX_REQUEUES": "x"}, "MAX_REQUEUES=x: is not a number"),
+        ("slurm_multi.sh", (), (), {"CONTAINER_MOUNTS": "a:b"}, "CONTAINER_MOUNTS=a:b: is for a job in a container"),
+        ("slurm_multi.sh", ("--nodes", "2"), (), {}, "--nodes: is not an option here; those of sbatch come first"),
+        ("slurm_multi.sh", ("--part", "0/2"), (), {}, "--part: is not an option here: each task of sbatch's --array"),
+        ("slurm_multi.sh", (), (), A_JOB, "no GPU in this job"),
+        ("slurm_capture.sh", (), (), {}, "hidden_states.path is not set"),
+        ("slurm_capture.sh", (), (), {"MAX_REQUEUES": "x"}, "MAX_REQUEUES=x: is not a number"),
+        ("slurm_capture.sh", (), ("hidden_states.path=x",), {}, "capture here with launchers/capture.py"),
+        ("slurm_capture.sh", (), ("training.max_stepz=3",), {}, "did you mean training.max_steps"),
+        ("slurm_capture.sh", ("--array=1,3", "--"), ("--dry-run",), {}, f"--array=1,3{GAPS}"),
+        ("slurm_capture.sh", ("--array=1-8,12", "--"), ("--dry-run",), {}, f"--array=1-8,12{GAPS}"),
+        ("slurm_capture.sh", ("--array=x", "--"), ("--dry-run",), {}, f"--array=x{GAPS}"),
+        (
+            *("slurm_capture.sh", (), ("--dry-run", "hidden_states.path=x", "data.train=[absent.jsonl]"), {}),
+            "absent.jsonl: no such file or folder",
+        ),
     ],
+    ids=str,
 )
-def test_a_mistake_is_one_line_and_exit_code_2(start, tmp_path, script, arguments, settings, message):
-    assert message in finish_refused(start(script, *arguments, **settings))
+def test_a_mistake_is_one_line_and_exit_code_2(start, tmp_path, script, before, arguments, settings, message):
+    assert message in finish_refused(start(script, *arguments, before=before, **settings))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("before", "settings", "message"),
-    [
-        (("--nodes=2-4", "--"), {}, "--nodes=2-4"),
-        (("--nodes=0", "--"), {}, "a job has 1 node or more"),
-        (("--gpus-per-node=0", "--"), {}, "set PROCESSES"),
-        (("--gpus-per-node=0", "--time", "24:00:00", "--"), {}, "set PROCESSES"),
-        ((), {"MAX_REQUEUES": "x"}, "MAX_REQUEUES=x: is not a number"),
-        ((), {"CONTAINER_MOUNTS": "a:b"}, "CONTAINER_MOUNTS=a:b: is for a job in a container"),
-        (("--nodes", "2"), {}, "--nodes: is not an option here; those of sbatch come first"),
-        (("--part", "0/2"), {}, "--part: is not an option here: each task of sbatch's --array is a part"),
-        ((), {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2"}, "no GPU in this job"),
-    ],
-)
-def test_sbatch_options_that_make_no_layout_are_refused(start, before, settings, message):
-    assert message in finish_refused(start("slurm_multi.sh", before=before, **settings))
-
-
-@pytest.mark.parametrize("array", ["1,3", "1-8,12", "x"])
-def test_an_array_with_gaps_is_refused_before_it_is_submitted(start, array):
-    message = finish_refused(start("slurm_capture.sh", "--dry-run", before=(f"--array={array}", "--")))
-    assert f"--array={array}: parts need tasks without gaps; write it as 1-N" in message
-
-
-def test_a_capture_whose_inputs_are_not_there_is_refused_before_it_is_submitted(start, tmp_path):
-    states = f"hidden_states.path={tmp_path / 'states'}"
-    message = finish_refused(start("slurm_capture.sh", "--dry-run", states, "data.train=[absent.jsonl]"))
-    assert "absent.jsonl: no such file or folder" in message
 
 
 def test_a_launcher_started_by_another_shell_says_so(recipe):
@@ -163,8 +158,7 @@ def test_without_arguments_the_quickstart_is_trained_on_any_number_of_ranks(
     monkeypatch, tmp_path, script, ranks, layout
 ):
     """Started elsewhere: this repository may hold a run."""
-    for name in (*VARIABLES, *(name for name in os.environ if name.startswith("SLURM"))):
-        monkeypatch.delenv(name, raising=False)
+    forget_settings(monkeypatch)
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
     shown = finish(launch("env", f"--chdir={tmp_path}", "bash", str(LAUNCHERS / script), "--dry-run"))
@@ -176,9 +170,8 @@ def test_without_arguments_the_quickstart_is_trained_on_any_number_of_ranks(
 def test_help_is_the_head_of_the_script(script):
     for word in ("--help", "-h"):
         output = finish(launch("bash", str(LAUNCHERS / script), word))
-        assert (
-            f"bash launchers/{script} [" in output and "#" not in output.splitlines()[0] and "SBATCH --" not in output
-        )
+        assert f"bash launchers/{script} [" in output
+        assert "#" not in output.splitlines()[0] and "SBATCH --" not in output
 
 
 def test_a_container_is_an_option_of_srun_and_a_resume_of_the_callers_wins(start):

@@ -1,7 +1,6 @@
 """What train.py says before a job begins: its layout, how it resumes, and why its processes cannot meet."""
 
 import json
-import os
 import shutil
 import socket
 import sys
@@ -25,16 +24,8 @@ def recipe(chosen):
 @pytest.mark.parametrize(
     ("job", "message", "chosen"),
     [
-        (
-            "1x1",
-            "tensor 1 x ulysses 1 inside a node, ring 1 inside a node, data 1; 16 samples a step, 16 in each of 1",
-            {},
-        ),
-        (
-            "2x6",
-            "tensor 2 x ulysses 3 inside a node, ring 2 crosses nodes, data 1;",
-            {"tensor": 2, "ulysses": 3, "ring": 2},
-        ),
+        ("1x1", "ulysses 1 inside a node, ring 1 inside a node, data 1; 16 samples a step, 16 in each of 1", {}),
+        ("2x6", "ulysses 3 inside a node, ring 2 crosses nodes, data 1;", {"tensor": 2, "ulysses": 3, "ring": 2}),
         ("4x8", "ring 4 inside a node, data 8; 16 samples a step, 2 in each of 8 x 1 streams", {"ring": 4}),
         ("3x2", "ring 6 crosses nodes, data 1;", {"ring": 6}),
     ],
@@ -50,18 +41,14 @@ def test_a_layout_that_fits_is_told(job, message, chosen):
         ("2x8", "tensor 1 x ulysses 16 would cross nodes of 8 processes", {"ulysses": 16}),
         ("2x6", "tensor 4 x ulysses 1 would cross nodes of 6 processes", {"tensor": 4}),
         ("1x6", "takes 4 processes or a multiple of that, but this job has 6; start 4 or 8", {"ring": 4}),
-        (
-            "1x3",
-            "global_batch_size 16 cannot be divided among 3 data-parallel ranks x 1 accumulation; use 15 or 18",
-            {},
-        ),
+        ("1x3", "global_batch_size 16 cannot be divided among 3 data-parallel ranks .*; use 15 or 18", {}),
         ("1x4", "parallelism.ulysses: 4 does not divide the 6 attention heads", {"ulysses": 4}),
         ("0x8", "write nodes x processes per node", {}),
         ("8", "write nodes x processes per node", {}),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_with_the_remedy(job, message, chosen):
-    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+    with pytest.raises(UserError, match=message):
         check_layout(recipe(chosen), ZERO2, job, warn=print)
 
 
@@ -134,23 +121,9 @@ def test_a_port_that_another_job_holds_is_said_with_the_remedy():
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
-        names = {
-            "RANK": 0,
-            "WORLD_SIZE": 2,
-            "LOCAL_RANK": 0,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": holder.getsockname()[1],
-        }
-        environment = os.environ | {name: str(value) for name, value in names.items()}
-        words = [
-            "env",
-            "-u",
-            "OMP_WAIT_POLICY",
-            "OMP_DISPLAY_ENV=true",
-            *(f"{name}={environment[name]}" for name in names),
-            sys.executable,
-            "launchers/train.py",
-        ]
+        port = holder.getsockname()[1]
+        job = ("RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=0", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}")
+        words = ("env", "-u", "OMP_WAIT_POLICY", "OMP_DISPLAY_ENV=true", *job, sys.executable, "launchers/train.py")
         output = finish(launch(*words, "parallelism.ring=2"), 2)
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in output or shutil.which("nvidia-smi")
     (line,) = [line for line in output.splitlines() if line.startswith("error:")]

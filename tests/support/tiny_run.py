@@ -87,16 +87,13 @@ def launch(*command: str, **options) -> subprocess.Popen:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         environment.pop(name, None)  # start_distributed has set it in this process
-    return subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        **options,
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams | options)
+
+
+def capture(recipe: Path | str, *words: str, code: int = 0) -> str:
+    """What capture.py says about a recipe, once it has ended."""
+    return finish(launch(sys.executable, "launchers/capture.py", "--recipe", str(recipe), *words), code)
 
 
 def deepspeed(processes: int) -> tuple[str, ...]:
