@@ -18,32 +18,15 @@ from eagle3.recipe.schema import Demo
 from eagle3.text import cache
 from eagle3.text.standard_library import standard_library_conversations, standard_library_text
 
-TINY = {
-    "vocab_size": 300,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "layers": 4,
-    "heads": 2,
-    "key_value_heads": 1,
-    "context": 32,
-    "batch_tokens": 64,
-    "steps": 2,
-    "learning_rate": 0.02,
-    "adam_learning_rate": 0.01,
-    "answers": 3,
-    "answer_tokens": 4,
-    "seed": 0,
-}
+TINY = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "layers": 4, "heads": 2, "key_value_heads": 1}
+TINY |= {"context": 32, "batch_tokens": 64, "steps": 2, "learning_rate": 0.02, "adam_learning_rate": 0.01}
+TINY |= {"answers": 3, "answer_tokens": 4, "seed": 0}
 
 
 def _talk(number):
     answer = f"The goose number {number} swam over the pond and came back with {number * 7} feathers."
-    return {
-        "messages": [
-            {"role": "user", "content": f"What did goose {number} do?"},
-            {"role": "assistant", "content": answer},
-        ]
-    }
+    turns = [("user", f"What did goose {number} do?"), ("assistant", answer)]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 RECORDS = (RECORD, cache.RECORD)  # with the seconds that the training took
@@ -65,9 +48,7 @@ def test_a_second_call_returns_the_same_folder_without_training(tmp_path):
 
 def test_a_cache_that_cannot_be_written_is_said_before_anything_is_trained(tmp_path):
     (tmp_path / "cache").touch()
-    with pytest.raises(
-        UserError, match=r"^\S+/cache: cannot be written \(.*\); make it writable for this user, or set data.cache_dir"
-    ):
+    with pytest.raises(UserError, match=r"^\S+/cache: cannot be written \(.*\); make it writable .*data.cache_dir"):
         _demo(tmp_path / "cache", lambda line: pytest.fail(line))
 
 
@@ -109,10 +90,8 @@ def test_who_wants_the_target_of_an_earlier_run_gets_no_new_one(tmp_path):
 
 def test_a_demo_target_named_by_its_folder_still_offers_its_answers(tmp_path):
     folder = _demo(tmp_path).folder
-    recipe = load_recipe(
-        RECIPES / "quickstart.yaml",
-        [f"model.target={folder}", f"data.cache_dir={tmp_path / 'cache'}", "model.draft.vocab_size=null"],
-    )
+    changes = [f"model.target={folder}", f"data.cache_dir={tmp_path / 'cache'}", "model.draft.vocab_size=null"]
+    recipe = load_recipe(RECIPES / "quickstart.yaml", changes)
     inputs = inputs_of(recipe, torch.device("cpu"), lambda line: None)
     assert (len(inputs.train), len(inputs.held_out)) == (3, 3)
     (folder / ANSWERS).unlink()
@@ -210,7 +189,7 @@ def test_training_learns(tmp_path):
     assert long.held_out_loss < short.held_out_loss - 1.0
 
 
-def test_the_tokenizer_gives_back_any_text(tmp_path):
+def test_the_tokenizer_gives_back_any_text():
     tokenizer = byte_level_tokenizer(TALKS, 300, 32)
     for text in ["def f(x):\n\t return  x  \n\n", "Grüße, 鵞鳥 🪿 , end .", " \r\n'quoted' it's"]:
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
@@ -272,17 +251,9 @@ def test_a_rope_that_transformers_does_not_take_is_refused_in_one_line(tmp_path,
         _demo(tmp_path, rope_parameters=rope)
 
 
-def test_the_first_steps_take_the_short_documents(tmp_path):
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=16,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-        )
-    )
+def test_the_first_steps_take_the_short_documents():
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
     seen = []
     model.register_forward_pre_hook(lambda _, __, inputs: seen.append(inputs["input_ids"].shape[1]), with_kwargs=True)
     training = Demo(batch_tokens=12, steps=5, learning_rate=0.01, adam_learning_rate=0.01, seed=0, short_steps=3)
@@ -315,17 +286,11 @@ def test_the_rate_rises_to_one_and_falls_towards_zero():
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"heads": 3}, "heads 3"),
-        ({"key_value_heads": 4}, "key_value_heads 4"),
-        ({"batch_tokens": 31}, "batch_tokens: 31"),
-        ({"vocab_size": 30000}, "vocab_size: 30000"),
-    ],
+    ("key", "value"), [("heads", 3), ("key_value_heads", 4), ("batch_tokens", 31), ("vocab_size", 30000)]
 )
-def test_what_does_not_fit_is_refused_with_its_name_and_value(tmp_path, changes, named):
-    with pytest.raises(UserError, match=named):
-        _demo(tmp_path, **changes)
+def test_what_does_not_fit_is_refused_with_its_name_and_value(tmp_path, key, value):
+    with pytest.raises(UserError, match=f"{key}:? {value}"):
+        _demo(tmp_path, **{key: value})
 
 
 def test_the_answers_are_what_the_saved_target_says_when_asked_alone(tmp_path):

@@ -14,16 +14,6 @@ from eagle3.parallel.sequence import Stream, plan_sequence
 STEPS = 3
 
 
-class Alone:
-    """A group of one rank."""
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-
 @pytest.mark.parametrize(
     ("longest", "contexts"), [(1, [512]), (512, [512]), (513, [512, 1024]), (5000, [512, 1024, 2048, 4096, 8192])]
 )
@@ -31,18 +21,14 @@ def test_contexts_double_until_the_longest_sample_fits(longest, contexts):
     assert contexts_up_to(longest) == contexts
 
 
-def _drafted(right: torch.Tensor, token: int, depth: int) -> bool:
-    return bool(right[depth, token])
-
-
-def _decoded(right, first: int, end: int) -> list[tuple[int, int]]:
-    """Decode an answer of the tokens first..end, the first of them by the prefill. right(token, depth): whether the
+def _decoded(right: torch.Tensor, first: int, end: int) -> list[tuple[int, int]]:
+    """Decode an answer of the tokens first..end, the first of them by the prefill. right[depth, token]: whether the
     draft of that token is right as proposal number `depth` of its chain. For each verification, the number of tokens
     before it and of those that it adds."""
     verifications, last = [], first  # the last token that is known
     while last < end:
         accepted = 0
-        while accepted < STEPS and last + accepted + 1 <= end and right(last + accepted + 1, accepted):
+        while accepted < STEPS and last + accepted + 1 <= end and right[accepted, last + accepted + 1]:
             accepted += 1
         added = min(accepted + 1, end - last)  # the target's own token, unless the answer ended with a draft
         verifications.append((last + 1, added))
@@ -50,7 +36,7 @@ def _decoded(right, first: int, end: int) -> list[tuple[int, int]]:
     return verifications
 
 
-def test_chains_of_a_stream_are_those_of_decoding_each_answer():
+def test_chains_of_a_stream_are_those_of_decoding_each_answer(topology):
     source = random.Random(0)
     for _ in range(30):
         documents, masks = [], []
@@ -63,14 +49,13 @@ def test_chains_of_a_stream_are_those_of_decoding_each_answer():
         stream, contexts = Stream.pack(documents, masks, "served"), [8, 64, 1024]
         right = torch.rand(STEPS, stream.tokens, generator=torch.Generator().manual_seed(source.randrange(2**31))) < 0.5
         plan = plan_sequence(stream, STEPS)
-        counts = count_chains(stream, plan, right[:, plan.teacher + 1], contexts, Alone())
+        counts = count_chains(stream, plan, right[:, plan.teacher + 1], contexts, topology.alone)
 
         tokens, verifications = [0] * 3, [0] * 3
         for start, mask in zip(stream.starts, masks, strict=True):
             edges = torch.nn.functional.pad(mask.int(), (1, 1)).diff().nonzero().flatten().tolist()
             for first, stop in zip(edges[::2], edges[1::2], strict=True):
-                drafted = functools.partial(_drafted, right[:, start:])
-                for known, added in _decoded(drafted, first, stop - 1):
+                for known, added in _decoded(right[:, start:], first, stop - 1):
                     place = next(i for i, context in enumerate(contexts) if known <= context)
                     tokens[place] += added
                     verifications[place] += 1

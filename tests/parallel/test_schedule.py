@@ -107,18 +107,6 @@ def test_the_pieces_show_every_visible_pair_once_for_every_choice_of_rows_of_a_t
             assert sorted(_shown(schedule)) == _visible(lengths, queries, keys, window)
 
 
-def test_the_shares_of_a_ring_together_show_every_visible_pair_once():
-    for source, lengths, queries, block, window in _random_cases(150):
-        ring = source.randint(2, 4)
-        owner = [source.randrange(ring) for _ in range(sum(lengths))]
-        shares = [[row for row, rank in enumerate(owner) if rank == mine] for mine in range(ring)]
-        longest = max(len(share) for share in shares)
-        shown = []
-        for share in shares:
-            shown += _shown(_schedule(lengths, queries, share, block, window, (1, longest - len(share))))
-        assert sorted(shown) == _visible(lengths, queries, range(sum(lengths)), window)
-
-
 def test_a_query_block_whose_own_rows_are_the_keys_needs_no_mask():
     for _, lengths, queries, block, _ in _random_cases(100):
         every = list(range(sum(lengths)))

@@ -86,14 +86,9 @@ def test_a_fit_is_the_best_of_all_without_negative_parts():
 def test_measured_costs_predict_other_contexts_and_chains(window):
     def timing(context: int, drafts: int) -> Timing:
         seen = context if window is None else min(context, window)
-        return Timing(
-            context=context,
-            drafts=drafts,
-            extending=1e-3,
-            proposing=drafts * (2e-3 + 1e-6 * seen),
-            verifying=5e-3 + 1e-3 * (drafts + 1) + 3e-6 * context,
-            plain=5e-3 + 1e-3 + 3e-6 * context,
-        )
+        proposing = drafts * (2e-3 + 1e-6 * seen)
+        verifying, plain = (5e-3 + 1e-3 * tokens + 3e-6 * context for tokens in (drafts + 1, 1))
+        return Timing(context, drafts, extending=1e-3, proposing=proposing, verifying=verifying, plain=plain)
 
     costs = MeasuredCosts([timing(context, 4) for context in (300, 1000, 4000)], window)
     for context, drafts in ((600, 1), (2000, 2), (8000, 3)):
@@ -133,31 +128,20 @@ def test_costs_by_data_sheet_are_reading_or_computing_whichever_takes_longer():
     facts = read_facts(str(FAMILIES / "llama-3.1-8b"))
     target, gpu = ServedTarget.of(facts), GPUS["h100"]
     shape = {"hidden_size": 4096, "target_hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
-    draft = DraftConfig(
-        **shape,
-        num_key_value_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-        draft_vocab_size=32000,
-        max_position_embeddings=131072,
-        window=512,
-    )
+    shape |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "draft_vocab_size": 32000}
+    draft = DraftConfig(**shape, max_position_embeddings=131072, window=512)
     costs = SheetCosts(target, draft, gpu, gpus=1)
     bandwidth, context = gpu.bandwidth * gpu.reached_bandwidth, 8192
     reading = facts.bytes + 4 * context * 131072
     assert costs.verifying(4, 1, context) == pytest.approx(32 * gpu.layer_seconds + reading / bandwidth)
     many = 64 * 5 * (target.token_flops + context * 32 * 4 * 32 * 128) / (gpu.flops * gpu.reached_flops)
-    assert costs.verifying(64, 5, context) == pytest.approx(
-        32 * gpu.layer_seconds + max(many, (facts.bytes + 64 * context * 131072) / bandwidth)
-    )
+    longer = max(many, (facts.bytes + 64 * context * 131072) / bandwidth)
+    assert costs.verifying(64, 5, context) == pytest.approx(32 * gpu.layer_seconds + longer)
     keys = 512 * 2 * 8 * 128 * ITEMSIZE
     step = 2 * 4096 * 48 * 128 + 2 * 4096 + 4096 * 4096 + 3 * 4096 * 14336 + 4096 + 4096 * 32000 + 4096
     entry = 3 * 4096 * 4096
-    assert costs.drafting(1, 3, context) == pytest.approx(
-        gpu.layer_seconds
-        + ITEMSIZE * entry / bandwidth
-        + 3 * (gpu.layer_seconds + (ITEMSIZE * step + keys) / bandwidth)
-    )
+    chain = 3 * (gpu.layer_seconds + (ITEMSIZE * step + keys) / bandwidth)
+    assert costs.drafting(1, 3, context) == pytest.approx(gpu.layer_seconds + ITEMSIZE * entry / bandwidth + chain)
     weights, of_token = facts.bytes + ITEMSIZE * (step + entry), 131072
     room = (0.9 * gpu.memory - weights - 16 * 512 * 2 * 8 * 128 * ITEMSIZE) / 16 / of_token
     assert costs.fits(16, int(room) - 1) and not costs.fits(16, int(room) + 1)

@@ -38,6 +38,17 @@ def measured(prepared) -> int:
     return bytes_.peak
 
 
+class Step:
+    """A step of a draft on a stream, prepared and planned."""
+
+    def __init__(self, topology, draft, stream, steps=5, dtype=torch.float32, recompute="full", **planned) -> None:
+        torch.set_num_threads(1)
+        memory, stream = MemoryPlan(recompute, BLOCK), pack(stream, draft.vocab_size)
+        self.prepared = prepare(stream, draft, steps, Layout(), topology, dtype, memory=memory)
+        self.share = share_of(self.prepared.plan, stream)
+        self.planned = Planned(draft, steps, dtype, memory=memory, device=topology.device.type, **planned)
+
+
 @pytest.mark.parametrize(
     ("recompute", "normed"), [("full", False), ("attention_kept", False), ("none", False), ("none", True)]
 )
@@ -45,43 +56,28 @@ def measured(prepared) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_planned_peak_is_within_ten_percent_of_the_bytes_of_a_step(topology, dtype, name, recompute, normed):
     """normed: with norms of queries and keys, and biases"""
-    torch.set_num_threads(1)
-    memory = MemoryPlan(recompute, BLOCK)
     draft = dataclasses.replace(config(), qk_norm=normed, attention_bias=normed)
-    stream = pack(STREAMS[name], draft.vocab_size)
-    prepared = prepare(stream, draft, 5, Layout(), topology, dtype, memory=memory)
-    planned = step_bytes(
-        Planned(draft, 5, dtype, memory=memory, device=topology.device.type), share_of(prepared.plan, stream)
-    ).total()
-    assert abs(planned / measured(prepared) - 1) < 0.1
+    step = Step(topology, draft, STREAMS[name], dtype=dtype, recompute=recompute)
+    assert abs(step_bytes(step.planned, step.share).total() / measured(step.prepared) - 1) < 0.1
 
 
 @pytest.mark.parametrize("hidden_times", [1, 2])
 @pytest.mark.parametrize("steps", [1, 2, 7])
 def test_the_plan_follows_the_number_of_steps_and_the_width(topology, steps, hidden_times):
-    torch.set_num_threads(1)
-    memory, draft = MemoryPlan("full", BLOCK), config(hidden_times)
-    stream = pack(STREAMS["packed documents"], draft.vocab_size)
-    prepared = prepare(stream, draft, steps, Layout(), topology, memory=memory)
-    share = share_of(prepared.plan, stream)
-    planned = step_bytes(Planned(draft, steps, torch.float32, memory=memory, device=topology.device.type), share)
-    assert abs(planned.total() / measured(prepared) - 1) < 0.1
+    step = Step(topology, config(hidden_times), STREAMS["packed documents"], steps)
+    assert abs(step_bytes(step.planned, step.share).total() / measured(step.prepared) - 1) < 0.1
 
 
 @pytest.mark.parametrize("logits", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_teacher_of_logits_is_planned_for(topology, name, logits):
-    torch.set_num_threads(1)
-    memory, draft = MemoryPlan("full", BLOCK), config()
-    stream = pack(STREAMS[name], draft.vocab_size)
-    prepared = prepare(stream, draft, 5, Layout(), topology, memory=memory)
-    teacher = prepared.batch.teacher
+    draft = config()
+    step = Step(topology, draft, STREAMS[name], logit_bytes=logits.itemsize)
+    teacher, share = step.prepared.batch.teacher, step.share
     logit_teacher = dataclasses.replace(teacher, last=(teacher.last @ teacher.head.T).to(logits), head=None)
-    prepared = prepared._replace(batch=dataclasses.replace(prepared.batch, teacher=logit_teacher))
-    plan = Planned(draft, 5, torch.float32, memory=memory, device=topology.device.type, logit_bytes=logits.itemsize)
-    share = share_of(prepared.plan, stream)
-    assert abs(step_bytes(plan, share).total() / measured(prepared) - 1) < 0.1
-    waiting = dataclasses.replace(plan, residence="host", sizes=Sizes(tensor=2))
+    prepared = step.prepared._replace(batch=dataclasses.replace(step.prepared.batch, teacher=logit_teacher))
+    assert abs(step_bytes(step.planned, share).total() / measured(prepared) - 1) < 0.1
+    waiting = dataclasses.replace(step.planned, residence="host", sizes=Sizes(tensor=2))
     rows = 3 * share.rows * draft.target_hidden_size * 4
     assert host_bytes(waiting, share) == rows + share.teacher * 250 * logits.itemsize  # a rank's half of the columns
 
@@ -90,20 +86,18 @@ def test_a_teacher_of_logits_is_planned_for(topology, name, logits):
 def test_with_the_engine_around_it_the_peak_of_a_step_is_within_ten_percent_of_the_plan(topology, dtype):
     """The engine adds DeepSpeed's masters, moments, reduced gradients and buckets. Measured from the second step on,
     when all of these exist."""
-    torch.set_num_threads(1)
-    memory, draft, number = MemoryPlan("full", BLOCK), config(2), getattr(torch, dtype)
-    stream = pack([[(256, True)]], draft.vocab_size)
-    prepared = prepare(stream, draft, 3, Layout(), topology, number, memory=memory)
+    bucket = 500_000
+    step = Step(topology, config(2), [[(256, True)]], 3, getattr(torch, dtype), bucket=2 * bucket)
+    prepared = step.prepared
     settings = deepspeed_config(ZERO2, Training(global_batch_size=1, dtype=dtype), 1)
-    settings["zero_optimization"]["reduce_bucket_size"] = bucket = 500_000
+    settings["zero_optimization"]["reduce_bucket_size"] = bucket
     with LiveBytes([*device_tensors(prepared.batch), *prepared.objective.parameters()]) as bytes_:
         engine = start_engine(prepared.objective, topology, settings)
         for _ in range(2):
             bytes_.restart()
             engine.backward(engine(prepared.batch, prepared.weights).surrogate)
             engine.step()
-    planned = Planned(draft, 3, number, memory=memory, device=topology.device.type, bucket=2 * bucket)
-    assert abs(rank_bytes(planned, share_of(prepared.plan, stream)).total() / bytes_.peak - 1) < 0.1
+    assert abs(rank_bytes(step.planned, step.share).total() / bytes_.peak - 1) < 0.1
 
 
 @pytest.mark.slow

@@ -10,16 +10,8 @@ from eagle3.planning.policy import schedule, serving_lines, sglang_flags, vllm_f
 from eagle3.targets.sglang.version import speculative_flags
 
 # Speed-ups by context, for batches of 1, 4, 16 and 64 and for one and two draft tokens.
-GAINS = {
-    (1, 1): (1.6, 1.4),
-    (1, 2): (2.0, 1.2),
-    (4, 1): (1.6, 1.2),
-    (4, 2): (1.9, 1.1),
-    (16, 1): (1.5, 0.9),
-    (16, 2): (1.4, 0.7),
-    (64, 1): (1.1, 0.8),
-    (64, 2): (1.0, 0.7),
-}
+GAINS = {(1, 1): (1.6, 1.4), (1, 2): (2.0, 1.2), (4, 1): (1.6, 1.2), (4, 2): (1.9, 1.1)}
+GAINS |= {(16, 1): (1.5, 0.9), (16, 2): (1.4, 0.7), (64, 1): (1.1, 0.8), (64, 2): (1.0, 0.7)}
 CELLS = [
     Cell(context, batch, drafts, gains[place], 1.0)
     for place, context in enumerate((1024, 4096))
@@ -57,11 +49,8 @@ def test_a_draft_that_sglang_does_not_serve_gets_no_flags_for_it():
 
 
 def test_one_number_for_all_batches_needs_no_schedule():
-    assert json.loads(vllm_flags("DRAFT", {1: 3})[1]) == {
-        "method": "eagle3",
-        "model": "DRAFT",
-        "num_speculative_tokens": 3,
-    }
+    expected = {"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": 3}
+    assert json.loads(vllm_flags("DRAFT", {1: 3})[1]) == expected
     assert sglang_flags("DRAFT", {1: 3}, 64) == (speculative_flags("DRAFT", 3, 1, 4, 64), "")
 
 

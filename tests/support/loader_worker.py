@@ -144,29 +144,18 @@ def run(folder: Path, world: int) -> None:
             CountingTarget(models[case.dtype], aux_layers=None, prefill_tokens=tokens) for tokens in (1, 256)
         )
         alone.prefilled, batched.prefilled = [], []
-        stores = {
-            codec: HiddenStateStore.open(
-                str(store_of(folder, case.dtype, codec)), {**PROVENANCE, "codec": codec, "dtype": case.dtype}
-            )
-            for codec in ("none", "lossless")
-        }
+        stores = {}
+        for codec in ("none", "lossless"):
+            needed = {**PROVENANCE, "codec": codec, "dtype": case.dtype}
+            stores[codec] = HiddenStateStore.open(str(store_of(folder, case.dtype, codec)), needed)
+        sources = {"stored": StoredSource(stores["none"]), "lossless": StoredSource(stores["lossless"])}
+        for name, target in (("alone", alone), ("batched", batched)):
+            sources[name] = LiveSource(target, topology.stream, topology.device)
+        place = {"sharding": case.sharding, "data": topology.data, "sequence": topology.sequence}
         results = {}
-        for name, source in {
-            "alone": LiveSource(alone, topology.stream, topology.device),
-            "batched": LiveSource(batched, topology.stream, topology.device),
-            "stored": StoredSource(stores["none"]),
-            "lossless": StoredSource(stores["lossless"]),
-        }.items():
-            loader = StreamLoader(
-                sample_set(order).sorted_by_id(),  # every rank reads the samples in a different order
-                source,
-                rows_alone,
-                steps=STEPS,
-                rule="reference",
-                sharding=case.sharding,
-                data=topology.data,
-                sequence=topology.sequence,
-            )
+        for name, source in sources.items():
+            samples = sample_set(order).sorted_by_id()  # every rank reads the samples in a different order
+            loader = StreamLoader(samples, source, rows_alone, steps=STEPS, rule="reference", **place)
             if name == "lossless":
                 loader.read_ahead(batch_of(case), case.accumulation)
             results[name] = loader.load(batch_of(case), case.accumulation)

@@ -95,27 +95,18 @@ def _handler(hub: LocalHub) -> type[BaseHTTPRequestHandler]:
             names = [path.relative_to(folder).as_posix() for path in files]
             if what in ("tree", "paths-info"):
                 paths = self.body["paths"] if what == "paths-info" else None
+                sizes = {name: ("file", path.stat().st_size) for name, path in zip(names, files, strict=True)}
+                sizes |= {name: ("directory", 0) for name in sorted({name.rpartition("/")[0] for name in names} - {""})}
                 listed = [
-                    {"type": "file", "path": name, "size": path.stat().st_size, "oid": _commit(name, revision)}
-                    for name, path in zip(names, files, strict=True)
-                    if (name in paths if paths is not None else name.startswith(inside))
-                ]
-                folders = {name.rpartition("/")[0] for name in names} - {""}
-                listed += [
-                    {"type": "directory", "path": name, "oid": _commit(name, revision)}
-                    for name in sorted(folders)
+                    {"type": kind, "path": name, "size": size, "oid": _commit(name, revision)}
+                    for name, (kind, size) in sizes.items()
                     if (name in paths if paths is not None else name.startswith(inside))
                 ]
                 return self._send(200, json.dumps(listed).encode())
+            description = {"id": dataset, "sha": _commit(dataset, revision), "tags": [], "private": False}
+            description |= {"downloads": 0, "likes": 0, "gated": False}
             siblings = [{"rfilename": name} for name in names]
-            description = {
-                "id": dataset,
-                "sha": _commit(dataset, revision),
-                "siblings": siblings,
-                "tags": [],
-                "private": False,
-            }
-            return self._send(200, json.dumps(description | {"downloads": 0, "likes": 0, "gated": False}).encode())
+            return self._send(200, json.dumps(description | {"siblings": siblings}).encode())
 
         def _file(self, dataset: str, revision: str | None, name: str) -> None:
             path = hub.root / dataset / str(revision) / name

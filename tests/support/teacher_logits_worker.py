@@ -67,17 +67,8 @@ def on_two_ranks(run: Run) -> bool:
 
 def execute(run: Run, topology: Topology, sharding: SequenceSharding) -> Trained:
     """Trains with blocks of a few rows."""
-    return train_case(
-        run.case,
-        topology,
-        run.dtype,
-        STEPS,
-        LossConfig(run.loss),
-        sharding=sharding,
-        memory=MemoryPlan("full", block_bytes=40_000),
-        residence=run.residence,
-        teacher_kind=run.kind,
-    )
+    how = {"sharding": sharding, "memory": MemoryPlan("full", block_bytes=40_000), "residence": run.residence}
+    return train_case(run.case, topology, run.dtype, STEPS, LossConfig(run.loss), **how, teacher_kind=run.kind)
 
 
 def work(layout: str, folder: Path) -> None:

@@ -28,18 +28,9 @@ from eagle3.parallel.topology import Topology
 from eagle3.targets.transformers import TransformersTarget
 
 CPU = torch.device("cpu")
-SHAPE = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.15,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+SHAPE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+SHAPE |= {"initializer_range": 0.15, "bos_token_id": None, "eos_token_id": None}
 DRAFT_TOKENS, NEW_TOKENS, DRAFT_VOCABULARY = 3, 24, 64
 
 
@@ -91,9 +82,8 @@ def export_trained(
     """Teach a draft the target's answers to `prompts` until it is right often, but not always, and export it. shape:
     fields of its config that differ from what follows from the target."""
     texts = [torch.cat((p, torch.tensor(plain_decoding(target, p, new_tokens=NEW_TOKENS).tokens))) for p in prompts]
-    frequent = (
-        torch.cat(texts).bincount(minlength=target.vocab_size).argsort(descending=True)[:DRAFT_VOCABULARY].sort().values
-    )
+    counts = torch.cat(texts).bincount(minlength=target.vocab_size)
+    frequent = counts.argsort(descending=True)[:DRAFT_VOCABULARY].sort().values
     draft_id = torch.full((target.vocab_size,), -1)
     draft_id[frequent] = torch.arange(DRAFT_VOCABULARY)
     derived = derive_draft(target.model.config, draft_vocab_size=DRAFT_VOCABULARY, aux_layers=target.aux_layers)
@@ -108,9 +98,8 @@ def export_trained(
     attention = TTTAttention.over(topology.alone, topology.alone, draft.scale)
     optimizer = torch.optim.AdamW(trained, lr=3e-3)
     for _ in range(updates):
-        loss = F.cross_entropy(
-            draft.logits(torch.cat(unroll(draft, attention, inputs))), labels.flatten(), ignore_index=-1
-        )
+        logits = draft.logits(torch.cat(unroll(draft, attention, inputs)))
+        loss = F.cross_entropy(logits, labels.flatten(), ignore_index=-1)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
