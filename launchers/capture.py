@@ -88,10 +88,10 @@ def work(
     path, is_known = recipe.hidden_states.path, False  # whether this rank can compare the recipe with the store
     if topology.is_first and not options.print_server and (is_url(path) or Path(path, "store.json").exists()):
         is_known = has_shards(open_files(path))  # a manifest alone was left by a capture that was refused, or gave up
-    agreed((lambda: require_fitting_settings(recipe)) if is_known else None)
+    agreed(lambda: require_fitting_settings(recipe), is_known)
     watchdog.at("gathering the data")
     known = find_target(recipe, topology.device, console)
-    agreed((lambda: require_fitting_store(known)) if is_known else None)
+    agreed(lambda: require_fitting_store(known), is_known)
     job = choose_draft(gather_inputs(known, console), console)
     job.shape.check_context(int(job.inputs.train.lengths.max()))  # the check that training will make, too
     if options.print_server:
@@ -105,7 +105,7 @@ def work(
     samples = wanted_samples(map(spans.fixed, sets) if spans else sets)
     if options.verify or options.repair:
         watchdog.at("checking the store")
-        whole = agreed((lambda: verify(job, samples, console, options.repair)) if topology.is_first else None)
+        whole = agreed(lambda: verify(job, samples, console, options.repair), topology.is_first)
         if options.verify:
             return 1 if topology.is_first and not whole else 0
     fill(job, samples, Part(*part), topology, console, watchdog)

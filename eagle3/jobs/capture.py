@@ -3,7 +3,7 @@ it."""
 
 from collections import Counter
 from contextlib import AbstractContextManager
-from functools import cache, partial
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,9 @@ def fill(
         if job.recipe.target.backend == "sglang":
             # What the servers should compute of the probe document, if that is known here: the first rank finds it for
             # all, if samples are missing on any.
-            probe = partial(own_probe, job, console) if topology.is_first else None
-            expected = gathered(agreed(probe))[0] if any(gathered(bool(missing))) else None
+            expected = None
+            if any(gathered(bool(missing))):
+                expected = gathered(agreed(lambda: own_probe(job, console), topology.is_first))[0]
             own = [missing[sample_id] for sample_id in alone.of(samples) if sample_id in missing]
             _capture_by_sglang(job, own, writer, expected, topology, console, watchdog)
         else:

@@ -91,7 +91,7 @@ def _first_on_a_node(work: Callable[..., Answer]) -> Callable[..., Answer]:
     def shared(*arguments: Any, **options: Any) -> Answer:
         call = partial(work, *arguments, **options)
         first = not dist.is_initialized() or os.environ.get("LOCAL_RANK", "0") == "0"
-        return agreed(call if first else None) or call()
+        return agreed(call, first) or call()
 
     return shared
 

@@ -81,7 +81,7 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
     if recipe_spans := spans_of(recipe):  # on the first rank only, because describing spans reads all samples
         anew = spans is not None
-        agreed((lambda: say(recipe_spans.describe(job.inputs.train, anew))) if topology.is_first else None)
+        agreed(lambda: say(recipe_spans.describe(job.inputs.train, anew)), topology.is_first)
     if not stored and recipe.target.backend == "transformers":
         with waiting(say, f"loading {job.known.target}"):
             target = start_target(job.known, topology.device, job.vocabulary)
@@ -328,14 +328,14 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
         raise SharedUserError(
             f"target.servers: live training with SGLang needs running servers; for each, {START}, and name its URL"
         )
-    probe = agreed((lambda: _compare_servers(job, say)) if topology.is_first else None)
+    probe = agreed(lambda: _compare_servers(job, say), topology.is_first)
     settings, kept = hook_settings(job), store_encoding(job.recipe, job.shape)
     most = round(target.spool_gib * 2**30 / topology.data.size())
     longest = job.inputs.longest
     require_spool_room(longest, spool_bytes(settings.encoding, WantedRows.all(longest)), most)
     with ExitStack() as stack:
         asks = topology.stream.rank() == 0
-        spool = agreed((lambda: stack.enter_context(Spool(settings.spool, say, most))) if asks else None)
+        spool = agreed(lambda: stack.enter_context(Spool(settings.spool, say, most)), asks)
         message = [spool.job if asks else None]
         dist.broadcast_object_list(message, group=topology.stream, group_src=0)
         ask = servers = None
@@ -354,7 +354,7 @@ def live_source(job: Job, head: TargetHead, topology: Topology, say: Say) -> Ite
         source = SpooledSource(reader, message[0], ask)
         agreed(lambda: _check_head(source, head, topology))
         yield source
-        agreed(servers and servers.compare_all)
+        agreed(lambda: servers.compare_all(), asks)
 
 
 def _check_head(source: SpooledSource, head: TargetHead, topology: Topology) -> None:

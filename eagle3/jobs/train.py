@@ -67,7 +67,7 @@ class _Run:
 
     def on_first(self, work: Callable[[], Any]) -> Any:
         """Do this work on the first rank only. If it raises UserError, so does every rank. Collective."""
-        return agreed(work if self.topology.is_first else None)
+        return agreed(work, self.topology.is_first)
 
 
 def train(

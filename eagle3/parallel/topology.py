@@ -249,15 +249,15 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return values
 
 
-def agreed(work: Callable[[], Any] | None, group: dist.ProcessGroup | None = None) -> Any:
-    """Calls `work` on the ranks that pass it, while the others wait. Returns the result, or None on ranks without work.
+def agreed(work: Callable[[], Any], here: bool = True, group: dist.ProcessGroup | None = None) -> Any:
+    """Calls `work` on the ranks that pass `here`, while the others wait. Returns the result, or None on the others.
 
     Collective over the group (by default, the job). A UserError on one rank, or a file that the system refuses it, is
     raised on all of them as a UserError, so that none is left waiting.
     """
     result = mistake = None
     try:
-        result = work() if work else None
+        result = work() if here else None
     except (UserError, OSError) as error:
         mistake = mistake_of(error).args
     if dist.is_initialized():

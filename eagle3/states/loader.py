@@ -60,7 +60,7 @@ class LiveSource:
         owners = deal_streams([*map(len, documents)], self.group.size())
         mine = owners[self.group.rank()]
         # Prefill everything before the first exchange: otherwise every batch would wait for the slowest rank.
-        results = agreed((lambda: self.target.prefill([documents[index] for index in mine])) if mine else None) or []
+        results = agreed(lambda: self.target.prefill([documents[index] for index in mine]), bool(mine)) or []
         wanted = [reading.aux for reading in readings], [reading.teacher for reading in readings]
         fetch_aux, fetch_teacher = (request_rows(each, owners, self.group, self.device) for each in wanted)
         aux_rows = fetch_aux([states.aux for states in results])

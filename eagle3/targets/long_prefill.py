@@ -260,7 +260,7 @@ class LongPrefill:
         Collective over `sequence`: every rank passes the same document and takes every chunk. Raises UserError on all
         of them, like `TransformersTarget.prefill`.
         """
-        agreed(lambda: check_tokens(document, 0, len(self.target.head.embedding)), self.sequence)
+        agreed(lambda: check_tokens(document, 0, len(self.target.head.embedding)), group=self.sequence)
         digests = gathered(hashlib.sha256(document.cpu().numpy().tobytes()).digest(), self.sequence)
         assert len(set(digests)) == 1, "the ranks of a sequence prefill one document together"
         return self._chunks(document, self.chunk_tokens)
@@ -300,7 +300,8 @@ class LongPrefill:
             raise self.refusal(f"has {len(target.layers)} layers, of which {len(known)} attend in a known way")
         aux, last = torch.cat([states[layer][0] for layer in target.aux_layers], dim=-1), output.last_hidden_state[0]
         # Leave out the padding, which may overflow.
-        teacher, pads = agreed(lambda: target.teach(output, last[: len(own)]), self.sequence), chunk.share - len(own)
+        teacher = agreed(lambda: target.teach(output, last[: len(own)]), group=self.sequence)
+        pads = chunk.share - len(own)
         padded = teacher.map(lambda rows: nn.functional.pad(rows, (0, 0, 0, pads) if rows.dim() == 2 else (0, pads)))
         all_rows = Rows(aux, padded).map(self._to_first)
         return all_rows[: chunk.stop - chunk.start] if self.sequence.rank() == 0 else None
@@ -370,4 +371,4 @@ class LongPrefill:
                 if 2 * misses > len(document):
                     raise self.refusal(f"gives other hidden states in chunks at {misses} of {len(document)} tokens")
 
-        agreed(compare, self.sequence)
+        agreed(compare, group=self.sequence)

@@ -93,7 +93,7 @@ class Checkpoints:
 
             try:
                 agreed(require_written)  # publish only once every rank has written its part
-                agreed((lambda: self._finish(partial, Sizes.of(engine), step, best_step)) if first else None)
+                agreed(lambda: self._finish(partial, Sizes.of(engine), step, best_step), first)
             except UserError as error:
                 free = shutil.disk_usage(self.folder).free / 2**30
                 dist.barrier()
@@ -164,7 +164,7 @@ class Checkpoints:
             return manifest.problem(path, self.run) if manifest else f"{MANIFEST} is missing or damaged"
 
     def _load(self, engine: DeepSpeedEngine, path: Path) -> Resumed:
-        agreed((lambda: require_plain(path)) if dist.get_rank() == 0 else None)
+        agreed(lambda: require_plain(path), dist.get_rank() == 0)
         if engine.load_universal_checkpoint():
             with (
                 waiting(self.say, f"loading {path}, written by another number of processes"),
@@ -273,7 +273,7 @@ def _converted(path: Path) -> Iterator[Path]:
             )
 
     try:
-        agreed(convert if first else None)
+        agreed(convert, first)
         yield universal
         dist.barrier()  # wait until every rank has read it
     finally:

@@ -78,7 +78,7 @@ class Trainer:
         # before the ranks train on different samples
         order = self.train_loader.order_identity(self._batch(start))
         require_agreement("order of the samples", order, "clear data.cache_dir on that node and start again")
-        tracker = agreed(self._tracker if self.topology.is_first else None)
+        tracker = agreed(self._tracker, self.topology.is_first)
         self.console(
             f"in step lines loss is the weighted sum over {self.training.ttt_steps} TTT steps, accuracy the first one's"
         )
@@ -118,7 +118,7 @@ class Trainer:
             if best or last or signal or done % self.training.checkpoint_every == 0:
                 self.watchdog.at(f"the checkpoint of step {done}", quiet=True)
                 # If another run has taken the folder meanwhile, this raises before anything is written.
-                agreed(self.folder.claim.require if self.topology.is_first else None)
+                agreed(lambda: self.folder.claim.require(), self.topology.is_first)
                 self.checkpoints.save(self.engine, done, vars(self.course), self.course.best_step)
             if signal:
                 raise RunStopped(signal, f"after step {done} of {self.steps}: checkpoint written", together=True)
@@ -150,7 +150,7 @@ class Trainer:
             agreed(partial(self._take_up, resumed))
             self.console(f"resumed after step {resumed.step}")
         start = resumed.step if resumed else 0
-        agreed(partial(self.folder.keep_metrics_until, start, self.console.warn) if self.topology.is_first else None)
+        agreed(partial(self.folder.keep_metrics_until, start, self.console.warn), self.topology.is_first)
         return start
 
     def _take_up(self, resumed: Resumed) -> None:
