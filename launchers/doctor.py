@@ -82,10 +82,11 @@ def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed
     """Runs the checks and yields their findings. Collective: every rank goes through all of them, in this order. Checks
     that may leave a link broken come last."""
     from eagle3.jobs import doctor
+    from eagle3.packages import PACKAGES
     from eagle3.preflight import bandwidth, machine, places, sameness
 
     settings = deepspeed.read_text(encoding="utf-8")
-    traits = sameness.own_traits(dump_recipe(recipe), settings, packages_of(recipe, sameness.PACKAGES))
+    traits = sameness.own_traits(dump_recipe(recipe), settings, packages_of(recipe, PACKAGES))
     for name, trait in traits.items():
         yield sameness.compare(cluster, name, trait)
     # From here on all ranks use the first rank's recipe, so that they make the same checks.

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from eagle3.errors import UserError
 from eagle3.jobs.job import Job
 from eagle3.jobs.plan import memory_plan, planned_step, spanned
+from eagle3.packages import ABSENT, PACKAGES, versions
 from eagle3.parallel.topology import usable_cores
 from eagle3.planning.fitting import PlannedStream
 from eagle3.planning.memory import rank_bytes
 from eagle3.planning.step import Weights
-from eagle3.preflight.sameness import ABSENT, PACKAGES, versions
 from eagle3.text.datasets import preset_source, source_of_id
 from eagle3.text.prepare import Summary
 from eagle3.text.samples import SampleSet

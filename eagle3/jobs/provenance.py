@@ -7,8 +7,8 @@ from eagle3.draft.config import draft_digest
 from eagle3.durable import file_digest
 from eagle3.jobs.derived import stored_settings
 from eagle3.jobs.job import Inputs, Job, KnownTarget
+from eagle3.packages import ABSENT, versions
 from eagle3.preflight.inputs import files_of
-from eagle3.preflight.sameness import ABSENT, versions
 from eagle3.recipe.schema import Recipe
 from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import WINDOW, Provenance, read_manifest, read_own_manifest

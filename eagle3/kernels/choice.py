@@ -27,9 +27,9 @@ from eagle3.kernels.pointwise import prove_pointwise
 from eagle3.kernels.proof import Demand, Verdict
 from eagle3.objective.distill import loss_candidates
 from eagle3.objective.model import Kernels
+from eagle3.packages import versions
 from eagle3.parallel.topology import gathered
 from eagle3.parsing import parse_json
-from eagle3.preflight.sameness import versions
 
 OWN, POINTWISE, LOSS = "own", "pointwise", "loss"
 OTHERS = (OWN, POINTWISE, LOSS)

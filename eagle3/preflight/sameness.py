@@ -1,24 +1,20 @@
 """Checks that all ranks run the same thing: versions, code, recipe, DeepSpeed file. Names what differs, and where."""
 
 import hashlib
-import platform
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import torch
 import yaml
 
 import eagle3
 from eagle3.console import without_passwords
+from eagle3.packages import ABSENT, versions
 from eagle3.preflight.cluster import Cluster, Finding, owners
 from eagle3.recipe.loading import leaves
 
 # What one rank runs: name of a package, file or key -> its value in readable form.
 Traits = dict[str, str]
-PACKAGES = ("torch", "deepspeed", "megatron-core", "transformers", "safetensors")
-ABSENT = "absent"
 DIGITS = 12  # hex digits of a digest that are shown: 48 bits
 ENTRIES = {"code": "files", "recipe": "keys", "deepspeed file": "lines"}
 REMEDIES = {
@@ -27,19 +23,6 @@ REMEDIES = {
     "recipe": "pass the same --recipe and overrides on every node",
     "deepspeed file": "pass the same --deepspeed on every node",
 }
-
-
-def versions(packages: Sequence[str]) -> Traits:
-    """The versions of Python, of these packages as installed here and, on a machine with GPUs, of NCCL."""
-    traits = {"python": platform.python_version()}
-    for package in packages:
-        try:
-            traits[package] = version(package)
-        except PackageNotFoundError:
-            traits[package] = ABSENT
-    if torch.cuda.is_available():
-        traits["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return traits
 
 
 def running_code() -> Traits:

@@ -5,11 +5,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from eagle3.errors import SharedUserError
+from eagle3.packages import PACKAGES
 from eagle3.parallel.topology import gathered
 from eagle3.preflight.cluster import Finding, join
 from eagle3.preflight.machine import check_open_files
 from eagle3.preflight.places import check_shared, free_bytes, judge_space
-from eagle3.preflight.sameness import PACKAGES, compare, own_traits
+from eagle3.preflight.sameness import compare, own_traits
 
 
 def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages: tuple[str, ...] = ()) -> None:

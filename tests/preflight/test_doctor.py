@@ -15,6 +15,7 @@ from places import SUPPORT
 from tiny_run import deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3.errors import SharedUserError
+from eagle3.packages import versions
 from eagle3.preflight import bandwidth, machine, places, sameness
 from eagle3.preflight.cluster import Cluster, StoreGather, join
 from eagle3.preflight.start import require_room
@@ -174,7 +175,7 @@ def test_slurm_tells_two_nodes_of_one_host_apart(monkeypatch):
 
 
 def test_a_version_that_one_node_lacks_is_named():
-    here = sameness.versions(["torch", "no-such-package"])
+    here = versions(["torch", "no-such-package"])
     assert here["no-such-package"] == "absent" and here["python"] == ".".join(map(str, sys.version_info[:3]))
     newer = here | {"torch": "99.0"}
     finding = only(
