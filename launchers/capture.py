@@ -79,7 +79,7 @@ def work(
     from eagle3.jobs.capture import fill, verify
     from eagle3.jobs.job import choose_draft, find_target, gather_inputs
     from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store, spans_of
-    from eagle3.jobs.supply import server_line
+    from eagle3.jobs.sglang_engine import SGLangEngine
     from eagle3.parallel.topology import agreed
     from eagle3.states.capture import wanted_samples
     from eagle3.states.store.folder import has_shards
@@ -95,7 +95,7 @@ def work(
     job = choose_draft(gather_inputs(known, console), console)
     job.shape.check_context(int(job.inputs.train.lengths.max()))  # the check that training will make, too
     if options.print_server:
-        line = agreed(lambda: server_line(job))
+        line = agreed(lambda: SGLangEngine(job, console).line())
         if topology.is_first:
             print(printable(line), flush=True)
         return 0

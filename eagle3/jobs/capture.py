@@ -16,7 +16,7 @@ from eagle3.durable import writing
 from eagle3.jobs.derived import store_encoding
 from eagle3.jobs.job import Job, start_target
 from eagle3.jobs.provenance import capture_record, provenance, store_provenance
-from eagle3.jobs.supply import capture_target
+from eagle3.jobs.sglang_engine import SGLangEngine
 from eagle3.jobs.target_probe import own_probe
 from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import Demand
@@ -116,7 +116,8 @@ def _capture_by_sglang(
     if not samples:
         return
     watchdog.at("starting SGLang")
-    with capture_target(job, writer.encoding, expected, topology.batch.size(), console) as target, watchdog.watching():
+    engine = SGLangEngine(job, console)
+    with engine.capturing(writer.encoding, expected, topology.batch.size()) as target, watchdog.watching():
         course = ShareCourse(len(samples), sum(one.tokens for one in samples), console, watchdog.at)
         capture_arriving(target, samples, writer, course)
 

@@ -35,7 +35,7 @@ from eagle3.evaluation.results import (
 )
 from eagle3.evaluation.sglang_judge import DraftTree, Logits, ServedResult, judge_by_sglang
 from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
-from eagle3.jobs.supply import engine_options
+from eagle3.jobs.sglang_engine import engine_options
 from eagle3.parallel.topology import Topology
 from eagle3.planning.costs import MeasuredCosts
 from eagle3.planning.gpus import DEFAULT_GPU, gpu_named

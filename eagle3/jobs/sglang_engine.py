@@ -1,0 +1,281 @@
+"""SGLang as a job's engine: in the servers that the recipe names, or in one that this process starts."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from eagle3.console import Say
+from eagle3.durable import writing
+from eagle3.errors import SharedUserError, UserError
+from eagle3.jobs.job import Job, KnownTarget
+from eagle3.jobs.target_probe import (
+    FILE,
+    PROBE_TOKENS,
+    own_probe,
+    probe_document,
+    read_probe,
+    require_same_target,
+    write_probe,
+)
+from eagle3.parallel.topology import Topology, agreed
+from eagle3.states.loader import Reading, SpooledSource
+from eagle3.states.rows import DraftLogits, Rows
+from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, own_folder, spool_bytes
+from eagle3.states.store.shard import Encoding
+from eagle3.targets.logits import TargetHead, summarize_teacher
+from eagle3.targets.sglang.asking import START, ServerInfo, reported
+from eagle3.targets.sglang.client import PROBE_SECONDS, Producer, Servers, SGLangTarget, require_spool_room
+from eagle3.targets.sglang.fitness import require_capture
+from eagle3.targets.sglang.hook import HookSettings
+from eagle3.targets.sglang.installed import SUPPORTED, is_tested
+from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
+from eagle3.targets.sglang.version import capture_flags, require_captured
+from eagle3.text.samples import Sample
+from eagle3.text.vocabulary import save_vocabulary
+
+SERVER_PORT = 30000  # SGLang's own default
+HEAD_TOKENS = 16
+
+
+class SGLangEngine:
+    """SGLang's part in a job: how its servers are started, held to the job's target, and asked for rows."""
+
+    def __init__(self, job: Job, say: Say) -> None:
+        self.job, self.known, self.say = job, job.known, say
+        self.options, self.settings = engine_options(job.known), hook_settings(job)
+        self.encoding, self.urls = self.settings.encoding, job.recipe.target.servers
+
+    def line(self) -> str:
+        """The command line, as a person would type it, that starts a capturing server."""
+        options, flags = self._own_server()
+        return as_typed(server_command(options, flags, SERVER_PORT), options.variables())
+
+    @contextmanager
+    def capturing(self, kept: Encoding, expected: Rows | None, processes: int) -> Iterator[SGLangTarget]:
+        """The target for one of a capture's `processes` processes: the recipe's servers, or this process's own engine
+        on its own GPUs.
+
+        kept: of the store, whose window and steps say which rows it keeps
+        expected: see `own_probe`
+        """
+        target, engine, urls = self.job.recipe.target, None, self.urls
+        most = self._room(processes)
+        with ExitStack() as stack:
+            spool = stack.enter_context(Spool(self.settings.spool, self.say, most))
+            if urls:
+                self._require(urls)
+            else:
+                engine = SGLangServer(*self._own_server(), _devices(target.tensor), self.say)
+                urls = [stack.enter_context(engine).url]
+            probe = self._compare_with_store(self._probes(urls, expected), expected)
+            servers = Servers(urls, spool.path, target.in_flight, self.say)
+            servers.check = partial(self._require_unchanged, probe)
+            servers.remedy = (
+                f"delete the newer shards in {self.job.recipe.hidden_states.path}, and run capture.py again"
+            )
+            producer = stack.enter_context(closing(Producer(servers, spool, most, readers=0)))
+            try:
+                yield self._target(producer, replace(self.encoding, window=kept.window, ttt_steps=kept.ttt_steps))
+                servers.compare_all()
+            except UserError as error:
+                if engine is None or not engine.ended():
+                    raise
+                raise UserError(
+                    f"sglang: the engine ended: {engine.last_words()} (its whole log is {engine.log}); lower "
+                    "target.memory_fraction or hidden_states.prefill_tokens, and run capture.py again, which "
+                    "continues from here"
+                ) from error
+
+    @contextmanager
+    def live(self, kept: Encoding, head: TargetHead, topology: Topology) -> Iterator[SpooledSource]:
+        """Source of this rank's rows from the recipe's servers. The first rank of each stream requests them.
+        Collective. kept: see `capturing`"""
+        if not self.urls:
+            raise SharedUserError(
+                f"target.servers: live training with SGLang needs running servers; for each, {START}, and name its URL"
+            )
+        probe = agreed(self._compare_servers, topology.is_first)
+        most, asks = self._room(topology.data.size()), topology.stream.rank() == 0
+        with ExitStack() as stack:
+            spool = agreed(lambda: stack.enter_context(Spool(self.settings.spool, self.say, most)), asks)
+            message = [spool.job if asks else None]
+            dist.broadcast_object_list(message, group=topology.stream, group_src=0)
+            ask = servers = None
+            if asks:
+                servers = Servers(self.urls, spool.path, self.job.recipe.target.in_flight, self.say)
+                producer = stack.enter_context(closing(Producer(servers, spool, most, topology.stream.size())))
+                servers.remedy = "delete the newer checkpoints in output.dir, and continue with --resume"
+                if topology.is_first:
+                    servers.check = partial(self._require_unchanged, probe)
+
+                def ask(ticket: Ticket, reading: Reading) -> None:
+                    ids, wanted = reading.sample.ids, WantedRows(reading.supervised, kept.window, kept.ttt_steps)
+                    producer.ask(ticket, ids, wanted, spool_bytes(self.encoding, wanted))
+
+            folder = Path(self.settings.spool) / message[0]
+            reader = SpoolReader(folder, topology.stream.rank(), self.known.config.vocab_size)
+            source = SpooledSource(reader, message[0], ask)
+            agreed(lambda: _check_head(source, head, topology))
+            yield source
+            agreed(lambda: servers.compare_all(), asks)
+
+    def _target(self, producer: Producer, encoding: Encoding) -> SGLangTarget:
+        config = self.known.config
+        return SGLangTarget(producer, encoding, vocab_size=config.vocab_size, aux_layers=self.known.aux_layers)
+
+    def _room(self, jobs: int) -> int:
+        """Bytes that each of so many users of the spool may fill. Raises UserError if a sample does not fit."""
+        most, longest = round(self.job.recipe.target.spool_gib * 2**30 / jobs), self.job.inputs.longest
+        require_spool_room(longest, spool_bytes(self.encoding, WantedRows.all(longest)), most)
+        return most
+
+    def _own_server(self) -> tuple[EngineOptions, list[str]]:
+        """Options for a capturing server, and the further flags that load the hook, for which the draft vocabulary is
+        written where it will look for it."""
+        config, layers, options = self.known.config, self.known.aux_layers, self.options
+        require_captured(layers, config.num_hidden_layers, config.model_type)
+        longest, name = self.job.recipe.data.max_length, self.settings.draft_vocabulary
+        if name is not None and not (file := Path(name)).exists():
+            own_folder(file.parent)
+            with writing(file.parent, REMEDY):
+                save_vocabulary(self.job.vocabulary, file)
+        if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all host memory
+            options = replace(options, kv_tokens=2 * longest + 2 * options.chunk_tokens)
+        return replace(options, longest=longest), capture_flags(layers, self.settings._asdict())
+
+    # What its servers compute
+
+    def _require(self, urls: Sequence[str]) -> None:
+        """See `require_capture`."""
+        for url in urls:
+            require_capture(
+                url,
+                self.settings,
+                self.known.aux_layers,
+                dtype=self.options.dtype,
+                revision=self.options.revision,
+                longest=self.job.inputs.longest,
+                allow_untested=self.options.allow_untested,
+            )
+
+    def _probes(self, urls: Sequence[str], expected: Rows | None) -> Iterator[tuple[str, Rows]]:
+        """Each server, and what it computes of the probe document. Raises UserError if there is nothing to compare that
+        with, and the server's SGLang was not tested."""
+        for url in urls:
+            release = reported(url, ServerInfo).version
+            if expected is None and not is_tested(release):
+                raise SharedUserError(
+                    f"target.allow_untested: {url} runs SGLang {release}, and this target cannot be computed with "
+                    f"transformers here to check it; install {SUPPORTED}"
+                )
+            yield self._probe(url)
+
+    def _probe(self, url: str) -> tuple[str, Rows]:
+        """A server, and what it computes of the probe document, which passes through a spool of its own."""
+        with Spool(self.settings.spool, self.say) as spool:
+            servers = Servers([url], spool.path, 1, self.say, PROBE_SECONDS)
+            room = 2 * spool_bytes(self.encoding, WantedRows.all(PROBE_TOKENS))
+            with closing(Producer(servers, spool, room, readers=0)) as producer:
+                (rows,) = self._target(producer, self.encoding).prefill([probe_document(self.known.config.vocab_size)])
+                return f"target.servers: {url}" if self.urls else "SGLang", rows
+
+    def _require_unchanged(self, probe: Rows, url: str) -> None:
+        """Raises ServerDiffers if a server is no longer what it was at the job's start, when it computed `probe`."""
+        require_same_target([self._probe(url)], probe, "this job's start")
+        self._require([url] if self.urls else [])
+
+    def _compare_with_store(self, probes: Iterable[tuple[str, Rows]], expected: Rows | None) -> Rows:
+        """Raises UserError unless all servers compute what is expected or, if that is not known, what the store was
+        captured from, which a new store remembers. Returns that."""
+        file, origin = Path(self.job.recipe.hidden_states.path) / FILE, "transformers"
+        if expected is None:
+            expected, origin = read_probe(file, self.job), "what the store was captured from"
+        rows = require_same_target(probes, expected, origin)
+        if not file.exists():
+            write_probe(file, rows)
+        return rows
+
+    def _compare_servers(self) -> Rows:
+        """Raises UserError unless the recipe's servers capture what this job needs, and compute the target's hidden
+        states. Returns those of the probe document."""
+        self._require(self.urls)
+        expected = own_probe(self.job, self.say)
+        return require_same_target(self._probes(self.urls, expected), expected, "transformers")
+
+
+def engine_options(known: KnownTarget) -> EngineOptions:
+    """Options for starting a server with this recipe's target, whatever it is used for."""
+    recipe, model, target = known.recipe, known.recipe.model, known.recipe.target
+    dtype = model.target_dtype
+    if dtype == "auto":  # as transformers understands it; SGLang's own "auto" runs a float32 target in half precision
+        dtype = str(known.config.dtype or torch.float32).removeprefix("torch.")
+    return EngineOptions(
+        model=known.target,
+        revision=model.revision,
+        trust_remote_code=bool(model.trust_remote_code),
+        dtype=dtype,
+        tensor=target.tensor,
+        memory_fraction=target.memory_fraction,
+        kv_tokens=target.kv_tokens,
+        attention=target.attention,
+        chunk_tokens=recipe.hidden_states.prefill_tokens,
+        allow_untested=target.allow_untested,
+    )
+
+
+def hook_settings(job: Job) -> HookSettings:
+    """Settings for a server's hook."""
+    spool, vocabulary = Path(job.recipe.target.spool).expanduser().absolute(), job.vocabulary
+    settings = HookSettings(
+        spool=str(spool),
+        dtype=job.recipe.hidden_states.dtype,
+        target=job.known.fingerprint,
+        hidden_size=job.known.config.hidden_size,
+        aux_layers=len(job.known.aux_layers),
+    )
+    if job.recipe.target.teacher == "hidden":
+        return settings
+    return settings._replace(
+        draft_vocabulary=str(spool / f"vocabulary-{vocabulary.digest}.safetensors"),
+        vocabulary_digest=vocabulary.digest,
+        vocabulary_size=vocabulary.size,
+    )
+
+
+def _devices(tensor: int) -> str | None:
+    """CUDA_VISIBLE_DEVICES for this process's engine; None on a machine without GPUs."""
+    if not torch.cuda.is_available():
+        return None
+    count, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    own = visible[local_rank * tensor :][:tensor]
+    if len(own) < tensor:
+        raise UserError(
+            f"target.tensor: {tensor} GPUs for each of {local_rank + 1} or more engines, but this machine has "
+            f"{count}; start at most {count // tensor} processes"
+        )
+    return ",".join(own)
+
+
+def _check_head(source: SpooledSource, head: TargetHead, topology: Topology) -> None:
+    """Send a short document through the whole path to check that every rank sees the spool, and that training's lm_head
+    gives the server's logits."""
+    every = torch.arange(HEAD_TOKENS)
+    ids = every % len(head.embedding)
+    sample = Sample(f"{topology.data.rank():032x}", ids, torch.ones(len(ids), dtype=torch.bool))
+    teacher = source.rows([Reading(sample, sample.loss_mask, every[:0], every[1:])])[0].teacher
+    if isinstance(teacher, DraftLogits):
+        return
+    own = summarize_teacher(teacher.values.to(head.head.device, head.head.dtype), head.head, transform=head.transform)
+    difference = (own.logsumexp.cpu() - teacher.logsumexp).abs().max()
+    if difference > 0.02 * teacher.logsumexp.abs().max() + 0.02:
+        raise UserError(
+            "target.servers: their logits are not those of this target's lm_head (logsumexp differs by "
+            f"{difference:.3g}); serve the checkpoint that model.target names, or set target.teacher=logits"
+        )
