@@ -26,7 +26,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import run_command
 from eagle3.kernels.choice import Candidates, plain_values
-from eagle3.kernels.proof import Demand
+from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import plan_sequence
@@ -35,14 +35,14 @@ from eagle3.parallel.topology import Topology, stop_distributed
 PARTS = ("kernels", "steps")
 # A draft of an 8B target, then other head sizes, groups and number formats.
 DEMANDS = {
-    "8B, bf16": Demand(32, 8, 128, torch.bfloat16, 512, steps=7, hidden=4096, columns=32000),
-    "8B, fp16": Demand(32, 8, 128, torch.float16, None, steps=7, hidden=4096, columns=32000),
-    "8B, fp32": Demand(32, 8, 128, torch.float32, None, steps=7, hidden=4096, columns=32000),
-    "one head of Ulysses 8": Demand(4, 1, 128, torch.bfloat16, 512, steps=7, hidden=4096, columns=32000),
-    "no groups, head size 64": Demand(32, 32, 64, torch.bfloat16, None, steps=5, hidden=2048, columns=32000),
-    "head size 256": Demand(8, 4, 256, torch.bfloat16, None, steps=7, hidden=2560, columns=32000),
+    "8B, bf16": KernelDemand(32, 8, 128, torch.bfloat16, 512, steps=7, hidden=4096, columns=32000),
+    "8B, fp16": KernelDemand(32, 8, 128, torch.float16, None, steps=7, hidden=4096, columns=32000),
+    "8B, fp32": KernelDemand(32, 8, 128, torch.float32, None, steps=7, hidden=4096, columns=32000),
+    "one head of Ulysses 8": KernelDemand(4, 1, 128, torch.bfloat16, 512, steps=7, hidden=4096, columns=32000),
+    "no groups, head size 64": KernelDemand(32, 32, 64, torch.bfloat16, None, steps=5, hidden=2048, columns=32000),
+    "head size 256": KernelDemand(8, 4, 256, torch.bfloat16, None, steps=7, hidden=2560, columns=32000),
 }
-TINY = Demand(4, 2, 8, torch.float32, 20, steps=3, hidden=16, columns=100)
+TINY = KernelDemand(4, 2, 8, torch.float32, 20, steps=3, hidden=16, columns=100)
 # Relative errors allowed in the loss, and in the gradient of the worst weight, through seven dependent steps.
 STEP_BOUNDS = {torch.bfloat16: (1e-2, 1e-1), torch.float32: (1e-5, 1e-3)}
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError, run_command
 from eagle3.evaluation.diagnosis import LEAST_GAIN, Measured, diagnose, measuring
-from eagle3.evaluation.known_faults import OtherTexts, Reading, Surroundings, layers_to_keep
+from eagle3.evaluation.known_faults import DraftReading, OtherTexts, Surroundings, layers_to_keep
 from eagle3.evaluation.prompts import choose_prompts
 from eagle3.evaluation.speculative import plain_decoding
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
@@ -110,7 +110,7 @@ class Known(NamedTuple):
 
     texts: list[WrittenText]
     around: Surroundings
-    measure: Callable[[Reading], Measured]
+    measure: Callable[[DraftReading], Measured]
 
 
 def know(folder: Path, target: str) -> Known:
@@ -153,7 +153,7 @@ def diagnoses(folder: Path) -> list[dict[str, Any]]:
         cases = {"none": (), **{fault: (plant,) for fault, plant in PLANTS.items()}, **SEVERAL}
         done = set()
         for name in DRAFTS:
-            sound = Reading(read_exported(export_of(folder, target, name)), known.texts)
+            sound = DraftReading(read_exported(export_of(folder, target, name)), known.texts)
             read = {fault: plant_all(sound, plants, known.around) for fault, plants in cases.items()}
             arounds = dict.fromkeys(read, replace(known.around, others=())) | {"none": known.around}
             for other in known.around.others:
@@ -170,7 +170,7 @@ def diagnoses(folder: Path) -> list[dict[str, Any]]:
 
 
 def diagnosed(
-    reading: Reading, cures: list[str], around: Surroundings, measure: Callable[[Reading], Measured]
+    reading: DraftReading, cures: list[str], around: Surroundings, measure: Callable[[DraftReading], Measured]
 ) -> dict[str, Any]:
     start = time.perf_counter()
     diagnosis = diagnose(reading, around, str, measure, DRAFT_TOKENS, lambda line: None)

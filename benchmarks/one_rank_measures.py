@@ -21,7 +21,7 @@ from eagle3.draft.model import INITIAL_SCALE, Eagle3Draft
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
 from eagle3.kernels.choice import choose_kernels
-from eagle3.kernels.proof import Demand
+from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
 from eagle3.objective.model import BatchMaker, DraftObjective, Kernels, MicroBatch
@@ -296,7 +296,7 @@ class Bench:
     def _kernels(self, case: Case) -> Kernels:
         """Those that training would choose on this device."""
         shape, topology = dataclasses.replace(self.config, window=case.window or THIN_WINDOW), self.topology
-        demand = Demand.of(shape, 1, 1, self.dtype, case.steps)
+        demand = KernelDemand.of(shape, 1, 1, self.dtype, case.steps)
         return choose_kernels(demand, topology.alone, topology.device, CACHE).kernels
 
     def _most_tokens(self, case: Case) -> int:

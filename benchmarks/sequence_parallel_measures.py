@@ -19,7 +19,7 @@ from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import stop_distributed
-from eagle3.planning.step import Share, sent_bytes
+from eagle3.planning.step import RankShare, sent_bytes
 
 # How far losses and gradients of fp32 runs may be apart, relative to the largest number among them.
 TOLERANCE = 1e-5
@@ -74,7 +74,7 @@ def _bytes_at_128k(layout: Layout) -> float:
     config = layout.draft(draft_config(heads=32, kv_heads=8, head_dim=128))
     rows = 131072 // (layout.ulysses * layout.ring)
     planned = layout.planned(config, 7, torch.bfloat16, MemoryPlan())
-    return sent_bytes(planned, Share(rows, rows, rows, rows, 131072, 0)).total()
+    return sent_bytes(planned, RankShare(rows, rows, rows, rows, 131072, 0)).total()
 
 
 def check_gather_saves(results: Sequence[dict[str, Any]], steps: int) -> None:

@@ -31,7 +31,7 @@ from eagle3.parallel.topology import Topology
 from eagle3.patches import NormLimit
 from eagle3.planning.memory import rank_bytes
 from eagle3.recipe.schema import Recipe
-from eagle3.states.loader import Drawn, Reading, StreamLoader
+from eagle3.states.loader import DrawnSample, SampleReading, StreamLoader
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.text.samples import SampleSet
 from eagle3.training.checkpoint import Checkpoints
@@ -50,7 +50,7 @@ class ZeroRows:
 
     alone = False  # so that nothing is read ahead by another thread, outside the trace
 
-    def rows(self, readings: list[Reading]) -> list[Rows]:
+    def rows(self, readings: list[SampleReading]) -> list[Rows]:
         return [self._zeros(len(reading.aux), len(reading.teacher)) for reading in readings]
 
     def _zeros(self, aux: int, teacher: int) -> Rows:
@@ -104,7 +104,7 @@ def trace_loop(case: Case, device: Device, folder: Path) -> dict[str, Any]:
                 trainer._measure_held_out(STEPS, None)
             with trace.part("checkpoint"), torch.serialization.skip_data(materialize_fake_tensors=True):
                 trainer.engine.save_checkpoint(str(folder), "checkpoint", save_latest=False)
-    (stream,) = trainer.train_loader.load([Drawn(0, 0)], 1)
+    (stream,) = trainer.train_loader.load([DrawnSample(0, 0)], 1)
     planned = rank_bytes(case.planned, share_of(stream.plan, stream.stream)).total()
     peak = trace.tracer.trace
     return {"parts": trace.parts, "peak_bytes": peak.peak, "peak_place": peak.peak_place, "planned_bytes": planned}

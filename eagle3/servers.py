@@ -41,7 +41,7 @@ class TooSlow(NoAnswer):
     """Raised if the answer is not complete at its deadline."""
 
 
-class Malformed(NoAnswer):
+class MalformedAnswer(NoAnswer):
     """Raised if an answer is not of the type that was asked for. The message names the place and the value."""
 
 
@@ -94,7 +94,7 @@ class Client:
             flaw = error.errors(include_url=False, include_context=False)[0]
             value = "" if self.key else f", not {shown(flaw['input'])}"  # which may repeat the key
             place = ".".join(map(str, flaw["loc"])) or "the answer"
-            raise Malformed(f"an answer of another form ({place}: {flaw['msg']}{value})") from error
+            raise MalformedAnswer(f"an answer of another form ({place}: {flaw['msg']}{value})") from error
 
     def _reason(self, response: httpx2.Response, text: bytes) -> str:
         """The server's message, on one line and without the key, which some servers repeat."""

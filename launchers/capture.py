@@ -83,7 +83,7 @@ def work(
     from eagle3.parallel.topology import agreed
     from eagle3.states.capture import wanted_samples
     from eagle3.states.store.folder import has_shards
-    from eagle3.states.store.writer import Part
+    from eagle3.states.store.writer import CapturePart
 
     path, is_known = recipe.hidden_states.path, False  # whether this rank can compare the recipe with the store
     if topology.is_first and not options.print_server and (is_url(path) or Path(path, "store.json").exists()):
@@ -108,7 +108,7 @@ def work(
         whole = agreed(lambda: verify(job, samples, console, options.repair), topology.is_first)
         if options.verify:
             return 1 if topology.is_first and not whole else 0
-    fill(job, samples, Part(*part), topology, console, watchdog)
+    fill(job, samples, CapturePart(*part), topology, console, watchdog)
     return 0
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from eagle3.errors import SharedUserError, UserError
 from eagle3.regeneration.endpoint import Answer, endpoint_urls, find_model
-from eagle3.servers import MOST_BYTES, Declined, Malformed, NoAnswer, TooSlow, Typed, ask_once
+from eagle3.servers import MOST_BYTES, Declined, MalformedAnswer, NoAnswer, TooSlow, Typed, ask_once
 from eagle3.targets.sglang.asking import Generated, ModelInfo, ServerInfo, reported
 
 SECONDS = 0.5
@@ -152,7 +152,7 @@ COMPLETIONS = [
 )
 def test_an_answer_of_another_type_is_malformed_and_says_where(server, kind, bodies):
     for server.body in [*NONSENSE, *bodies]:
-        with pytest.raises(Malformed):
+        with pytest.raises(MalformedAnswer):
             ask_once(f"{server.url}/body", kind, 120)
 
 

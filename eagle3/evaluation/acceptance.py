@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Drawn(NamedTuple):
+class DrawnTokens(NamedTuple):
     """Tokens chosen from N rows of logits, or a chain of N drafts."""
 
     tokens: Tensor  # [N] int64: indices into a row; in a chain, target ids
@@ -34,11 +34,11 @@ class Verification(NamedTuple):
 class Greedy:
     """Always chooses the most likely token. A draft is accepted if it is the target's choice."""
 
-    def draw(self, logits: Tensor) -> Drawn:
+    def draw(self, logits: Tensor) -> DrawnTokens:
         """Choose a token for each row of logits [N, V], which are the target's or a draft's."""
-        return Drawn(logits.argmax(-1), None)
+        return DrawnTokens(logits.argmax(-1), None)
 
-    def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
+    def verify(self, proposal: DrawnTokens, logits: Tensor) -> Verification:
         """Verify a chain of K drafts. The result is not yet cut at an EOS: it has accepted + 1 tokens.
 
         logits: [K + 1, V], the target's: one row for each draft's position, and one for the position after the last
@@ -67,11 +67,11 @@ class Sampled:
         assert temperature > 0
         self.temperature, self.generator = temperature, generator
 
-    def draw(self, logits: Tensor) -> Drawn:
+    def draw(self, logits: Tensor) -> DrawnTokens:
         probabilities = self.probabilities(logits)
-        return Drawn(self.pick(probabilities), probabilities)
+        return DrawnTokens(self.pick(probabilities), probabilities)
 
-    def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
+    def verify(self, proposal: DrawnTokens, logits: Tensor) -> Verification:
         count, q = len(proposal.tokens), proposal.probabilities
         assert q is not None, "a sampled chain brings the probabilities that it was drawn from"
         p = self.probabilities(logits)

@@ -22,7 +22,7 @@ from eagle3.errors import UserError
 from eagle3.evaluation.drafter import draft_of
 from eagle3.evaluation.evidence import Evidence, Vocabulary, evidence_of
 from eagle3.evaluation.intervals import gain_interval
-from eagle3.evaluation.known_faults import HEAD, Reading, Surroundings, changes
+from eagle3.evaluation.known_faults import HEAD, DraftReading, Surroundings, changes
 from eagle3.evaluation.teacher_forced import HEAD_SCALES, ForcedDrafts, forced_drafts
 from eagle3.targets.checkpoint import without_warnings
 from eagle3.targets.logits import TargetHead
@@ -50,7 +50,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Finding:
+class ChangeEffect:
     """What a change did to the mean number of accepted drafts."""
 
     name: str
@@ -85,8 +85,8 @@ class Finding:
 class Diagnosis:
     draft_tokens: int
     accepted_drafts: float  # per place, as the draft is
-    faults: list[Finding]  # in the order in which they were found, each on top of those before
-    tried: list[Finding]  # the changes to the draft as it is, the largest gain first
+    faults: list[ChangeEffect]  # in the order in which they were found, each on top of those before
+    tried: list[ChangeEffect]  # the changes to the draft as it is, the largest gain first
     evidence: Evidence  # of the draft as it is
     notes: list[str] = field(default_factory=list)  # about what greedy acceptance on these texts does not show
 
@@ -104,10 +104,10 @@ class Diagnosis:
 
 
 def diagnose(
-    reading: Reading,
+    reading: DraftReading,
     around: Surroundings,
     vocabulary: Vocabulary,
-    measure: Callable[[Reading], Measured],
+    measure: Callable[[DraftReading], Measured],
     draft_tokens: int,
     report: Say,
 ) -> Diagnosis:
@@ -121,15 +121,15 @@ def diagnose(
             "two are needed to see how much they differ; give more prompts, or raise evaluation.new_tokens"
         )
     report(f"as it is: {own.accepted:.2f} of {draft_tokens} drafts accepted at {counted(int(places.sum()), 'place')}")
-    faults: list[Finding] = []
-    tried: list[Finding] = []
+    faults: list[ChangeEffect] = []
+    tried: list[ChangeEffect] = []
     while len(faults) < MOST_FAULTS:
         trials = []
         for change in changes(seen, around, draft_tokens):
             measured = measure(change.reading)
             interval = gain_interval(now.counts, measured.counts, seed=0)
             least = max(LEAST_GAIN, change.least_share * now.accepted)
-            finding = Finding(change.name, change.remedy, now.accepted, measured.accepted, interval, least)
+            finding = ChangeEffect(change.name, change.remedy, now.accepted, measured.accepted, interval, least)
             report(f"{change.name}: {measured.accepted:.2f}")
             trials.append(Trial(finding, change.reading, measured))
         tried = tried or sorted((trial.finding for trial in trials), key=lambda finding: -finding.gain)
@@ -148,8 +148,8 @@ def diagnose(
 class Trial(NamedTuple):
     """A change that was made, and what that gave."""
 
-    finding: Finding
-    reading: Reading
+    finding: ChangeEffect
+    reading: DraftReading
     measured: Measured
 
 
@@ -179,11 +179,11 @@ def _notes(measured: Measured) -> list[str]:
 
 def measuring(
     target_head: TargetHead, groups: ProcessGroupCollection, draft_tokens: int
-) -> Callable[[Reading], Measured]:
+) -> Callable[[DraftReading], Measured]:
     """A function that measures readings, on the device and in the dtype of the target's head."""
     device, dtype = target_head.embedding.device, target_head.embedding.dtype
 
-    def measure(reading: Reading) -> Measured:
+    def measure(reading: DraftReading) -> Measured:
         with without_warnings():  # transformers doubts some of the ropes that are tried
             draft = draft_of(reading.exported, target_head, groups, dtype).to(device)
         if reading.clamp is not None:

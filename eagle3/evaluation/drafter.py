@@ -17,7 +17,7 @@ from eagle3.draft.interchange import EMBEDDING, ExportedDraft, load_weights, rea
 from eagle3.draft.model import DraftPass, Eagle3Draft
 from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.errors import UserError
-from eagle3.evaluation.acceptance import AcceptanceRule, Drawn
+from eagle3.evaluation.acceptance import AcceptanceRule, DrawnTokens
 from eagle3.targets.logits import TargetHead
 
 REMEDY = "name the target it was trained for"
@@ -132,7 +132,7 @@ class ChainDrafter:
         self.rows += len(fused)
         self.hidden, self.next_token, self.position = fused[-1:], next_tokens[-1:], positions[-1:]
 
-    def propose(self, count: int, rule: AcceptanceRule) -> Drawn:
+    def propose(self, count: int, rule: AcceptanceRule) -> DrawnTokens:
         """Propose a chain of `count` drafts after the last row's next token, by as many training-time-test steps on
         that row. `rule` draws each of them."""
         self.draft.draft_config.check_chain(count, "drafted tokens", "draft")
@@ -149,11 +149,11 @@ class ChainDrafter:
             tokens.append(token)
             probabilities.append(drawn.probabilities)
         if probabilities[0] is None:
-            return Drawn(torch.cat(tokens), None)
+            return DrawnTokens(torch.cat(tokens), None)
         # Over the target's vocabulary: 0 for tokens that the draft cannot propose.
         wide = probabilities[0].new_zeros(count, self.draft.draft_config.vocab_size)
         wide[:, self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)] = torch.cat(probabilities)
-        return Drawn(torch.cat(tokens), wide)
+        return DrawnTokens(torch.cat(tokens), wide)
 
     def _schedules(self, step: int) -> tuple[PrefixSchedule]:
         """Schedule of the last row's query at `step`: all keys in its window, apart from the chain's own."""

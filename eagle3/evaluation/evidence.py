@@ -16,7 +16,7 @@ SOUND, SOUND_LATER = 0.5, 0.4  # shares from which on a draft without a known fa
 
 
 @dataclass(frozen=True)
-class Share:
+class AcceptedShare:
     """First drafts in one group of places."""
 
     group: str
@@ -28,9 +28,9 @@ class Share:
 class Evidence:
     by_position: list[float]  # share of the chains that reach draft i + 1 and have it accepted
     coverage: float  # share of the target's tokens that the draft vocabulary has: no draft accepts more
-    by_context: list[Share]
-    by_token: list[Share]
-    by_entropy: list[Share]  # of the target's distribution, in quarters of the places
+    by_context: list[AcceptedShare]
+    by_token: list[AcceptedShare]
+    by_entropy: list[AcceptedShare]  # of the target's distribution, in quarters of the places
 
     @property
     def sound(self) -> bool:
@@ -101,13 +101,15 @@ def kind_of(text: str) -> str:
     return "word" if text[0].isspace() else "part of a word"
 
 
-def _between(first: Tensor, values: Tensor, edges: Sequence[float], form: str) -> list[Share]:
+def _between(first: Tensor, values: Tensor, edges: Sequence[float], form: str) -> list[AcceptedShare]:
     """One group for the values up to each edge, and one for those above the last. Edges may print alike."""
     group = torch.bucketize(values, torch.tensor(edges))
     names = [*(f"to {form.format(edge)}" for edge in edges), *(f"above {form.format(edge)}" for edge in edges[-1:])]
     return _shares(first, [(name, group == place) for place, name in enumerate(names)])
 
 
-def _shares(first: Tensor, groups: Sequence[tuple[str, Tensor]]) -> list[Share]:
+def _shares(first: Tensor, groups: Sequence[tuple[str, Tensor]]) -> list[AcceptedShare]:
     """The groups that have places, which together are all places."""
-    return [Share(name, int(mask.sum()), float(first[mask].double().mean())) for name, mask in groups if mask.any()]
+    return [
+        AcceptedShare(name, int(mask.sum()), float(first[mask].double().mean())) for name, mask in groups if mask.any()
+    ]

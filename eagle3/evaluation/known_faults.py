@@ -27,7 +27,7 @@ LAYER_IDS = "eagle_config.eagle_aux_hidden_state_layer_ids"
 CONFIG = "config.json"
 
 
-class Reading(NamedTuple):
+class DraftReading(NamedTuple):
     """A draft, and texts as it sees them."""
 
     exported: ExportedDraft  # its config names the auxiliary layers
@@ -65,7 +65,7 @@ class Change(NamedTuple):
 
     name: str
     remedy: str  # what to write where
-    reading: Reading
+    reading: DraftReading
     least_share: float = 0.0  # share of the acceptance that it must add; for texts that may be easier in any case
 
 
@@ -74,7 +74,7 @@ def layers_to_keep(layers: Sequence[int], count: int) -> list[int]:
     return sorted({layer + shift for layer in layers for shift in (-1, 0, 1) if 0 <= layer + shift < count})
 
 
-def changes(reading: Reading, around: Surroundings, draft_tokens: int) -> Iterator[Change]:
+def changes(reading: DraftReading, around: Surroundings, draft_tokens: int) -> Iterator[Change]:
     """Every change that is possible for this draft; of those of one kind, the likelier first. draft_tokens: length of
     its chains, which a window must hold."""
     yield from _of_states(reading)
@@ -88,16 +88,16 @@ def changes(reading: Reading, around: Surroundings, draft_tokens: int) -> Iterat
             yield Change(other.name, other.remedy, reading._replace(texts=other.texts), other.least_share)
 
 
-def _exported(reading: Reading, name: str, remedy: str, **fields: Any) -> Change:
+def _exported(reading: DraftReading, name: str, remedy: str, **fields: Any) -> Change:
     """A reading of a draft of which these fields are others."""
     return Change(name, remedy, reading._replace(exported=replace(reading.exported, **fields)))
 
 
-def _configured(reading: Reading, name: str, remedy: str, **values: Any) -> Change:
+def _configured(reading: DraftReading, name: str, remedy: str, **values: Any) -> Change:
     return _exported(reading, name, remedy, config=replace(reading.exported.config, **values))
 
 
-def _of_states(reading: Reading) -> Iterator[Change]:
+def _of_states(reading: DraftReading) -> Iterator[Change]:
     layers = reading.exported.config.aux_layers
     shifted = [tuple(layer + shift for layer in layers) for shift in (-1, 1)]
     orders = permutations(sorted(layers)) if len(layers) <= PERMUTED else [tuple(sorted(layers, reverse=True))]
@@ -124,7 +124,7 @@ def _of_states(reading: Reading) -> Iterator[Change]:
         )
 
 
-def _of_rope(reading: Reading, targets: dict[str, Any]) -> Iterator[Change]:
+def _of_rope(reading: DraftReading, targets: dict[str, Any]) -> Iterator[Change]:
     config = reading.exported.config
     rope, theta = config.rope_parameters, config.rope_parameters["rope_theta"]
 
@@ -172,7 +172,7 @@ def _plain(rope: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in rope.items() if key not in ("attention_factor", "attn_factor")}
 
 
-def _of_vocabulary(reading: Reading) -> Iterator[Change]:
+def _of_vocabulary(reading: DraftReading) -> Iterator[Change]:
     exported, places = reading.exported, torch.arange(len(reading.exported.d2t))
     for name, d2t in (("token ids", exported.d2t - places), ("offsets", exported.d2t + places)):
         ids = d2t + places
@@ -187,7 +187,7 @@ def _of_vocabulary(reading: Reading) -> Iterator[Change]:
             )
 
 
-def _of_norms(reading: Reading) -> Iterator[Change]:
+def _of_norms(reading: DraftReading) -> Iterator[Change]:
     exported, config = reading.exported, reading.exported.config
     wide = config.target_hidden_size
     weights_of = {  # the sizes of the weights that go with a key, by their names
@@ -210,7 +210,7 @@ def _of_norms(reading: Reading) -> Iterator[Change]:
         )
 
 
-def _of_weights(reading: Reading, embedding: Tensor) -> Iterator[Change]:
+def _of_weights(reading: DraftReading, embedding: Tensor) -> Iterator[Change]:
     weights = reading.exported.weights
     own, head = weights.get(EMBEDDING), weights[HEAD]
     if own is not None and own.shape == embedding.shape and not torch.equal(own.to(embedding.dtype), embedding):
@@ -221,7 +221,7 @@ def _of_weights(reading: Reading, embedding: Tensor) -> Iterator[Change]:
         yield _exported(reading, "its head transposed", f"transpose {HEAD}", weights=turned)
 
 
-def _of_window(reading: Reading, draft_tokens: int) -> Iterator[Change]:
+def _of_window(reading: DraftReading, draft_tokens: int) -> Iterator[Change]:
     window, longest = reading.exported.config.window, max(len(text.ids) for text in reading.texts)
     if window is None:
         sizes = [size for size in WINDOWS if draft_tokens <= size < longest]

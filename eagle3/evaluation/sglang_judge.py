@@ -89,7 +89,7 @@ class TimedAnswer(NamedTuple):
     seconds: float
 
 
-class Logits(NamedTuple):
+class LogitFacts(NamedTuple):
     """Properties of a target's logits that matter to the judge."""
 
     # How far rounding moves them depends on these two:
@@ -110,7 +110,7 @@ def judge_by_sglang(
     *,
     tree: DraftTree,
     new_tokens: int,
-    logits: Logits,
+    logits: LogitFacts,
     window: int | None,
     report: Callable[[str], None],
 ) -> ServedResult:
@@ -248,7 +248,7 @@ def count_conversation(drafted: TimedAnswer, plain: TimedAnswer, verdict: Verdic
 
 
 def compare_by_server(
-    server: SGLangServer, prompt: Tensor, tokens: Sequence[int], plain: Sequence[int], logits: Logits
+    server: SGLangServer, prompt: Tensor, tokens: Sequence[int], plain: Sequence[int], logits: LogitFacts
 ) -> Verdict:
     """Like `eagle3.evaluation.speculative.compare`, but with scores from the server.
 

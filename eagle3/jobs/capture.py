@@ -19,7 +19,7 @@ from eagle3.jobs.provenance import capture_record, provenance, store_provenance
 from eagle3.jobs.sglang_engine import SGLangEngine
 from eagle3.jobs.target_probe import own_probe
 from eagle3.kernels.choice import choose_kernels
-from eagle3.kernels.proof import Demand
+from eagle3.kernels.proof import KernelDemand
 from eagle3.parallel.topology import Topology, agreed, gathered
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe.schema import Recipe
@@ -27,7 +27,7 @@ from eagle3.states.capture import ShareCourse, Wanted, capture, capture_arriving
 from eagle3.states.rows import Rows
 from eagle3.states.store.check import check_store, remove_flawed
 from eagle3.states.store.folder import MANIFEST
-from eagle3.states.store.writer import Part, StoreWriter
+from eagle3.states.store.writer import CapturePart, StoreWriter
 from eagle3.targets.long_prefill import ChooseKernels, LongPrefill, require_one_rank
 from eagle3.training.watched import watched
 
@@ -67,7 +67,7 @@ def watched_capture(recipe: Recipe, topology: Topology) -> AbstractContextManage
 
 
 def fill(
-    job: Job, samples: dict[str, Wanted], part: Part, topology: Topology, console: Console, watchdog: Watchdog
+    job: Job, samples: dict[str, Wanted], part: CapturePart, topology: Topology, console: Console, watchdog: Watchdog
 ) -> None:
     """Capture the samples in this job's part that the store lacks. Returns when every rank has finished its share."""
     path, sequence = job.recipe.hidden_states.path, topology.sequence
@@ -126,7 +126,7 @@ def _capture_here(
     job: Job,
     samples: dict[str, Wanted],
     writer: StoreWriter,
-    parts: tuple[Part, Part],
+    parts: tuple[CapturePart, CapturePart],
     topology: Topology,
     console: Console,
     watchdog: Watchdog,
@@ -174,7 +174,9 @@ def _chooser(job: Job, topology: Topology, console: Console) -> ChooseKernels:
     @cache
     def chosen(**shape: Any) -> BlockKernels:
         cache_dir = job.recipe.data.cache_dir.expanduser()
-        choice = choose_kernels(Demand(**shape), topology.alone, topology.device, cache_dir, among=topology.sequence)
+        choice = choose_kernels(
+            KernelDemand(**shape), topology.alone, topology.device, cache_dir, among=topology.sequence
+        )
         choice.tell(console, "long prompts: ")
         return choice.kernels.blocks
 

@@ -17,7 +17,7 @@ from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.diagnosis import Diagnosis, diagnose, measuring
 from eagle3.evaluation.drafter import check_belongs, draft_of
-from eagle3.evaluation.known_faults import OtherTexts, Reading, Surroundings, layers_to_keep
+from eagle3.evaluation.known_faults import DraftReading, OtherTexts, Surroundings, layers_to_keep
 from eagle3.evaluation.results import Conditions, ContextJudgement, DecodedContext, SpeculativeResult, as_json
 from eagle3.evaluation.speculative import DecodedConversation, chain_drafter, decode_conversations, plain_decoding
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
@@ -116,7 +116,7 @@ def diagnose_draft(
     del target  # before it is loaded again
     others += _in_another_precision(known, exported, head.embedding.dtype, texts, topology, console)
     diagnosis = diagnose(
-        Reading(exported, texts),
+        DraftReading(exported, texts),
         Surroundings(head.embedding.cpu(), _rope_of(known, exported.config), others),
         lambda token: str(known.tokenizer.convert_ids_to_tokens(token)).translate(SPACES),
         measuring(head, topology.modules_alone, known.recipe.evaluation.draft_tokens),

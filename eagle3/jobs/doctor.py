@@ -22,7 +22,7 @@ from eagle3.kernels.choice import (
     parsed,
     plain_values,
 )
-from eagle3.kernels.proof import Demand, raised
+from eagle3.kernels.proof import KernelDemand, raised
 from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.preflight.cluster import Cluster, Finding, troubled
@@ -48,7 +48,7 @@ def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Itera
     if sizes is None:
         yield Finding("kernels", "note", "not tried, because the target's config is not available (yet)")
         return
-    demand, device = Demand(**sizes, dtype=getattr(torch, dtype)), topology.device
+    demand, device = KernelDemand(**sizes, dtype=getattr(torch, dtype)), topology.device
     try:
         candidates = Candidates.of(demand, device, recipe.training.kernels)
     except UserError as error:  # as on every rank
@@ -83,7 +83,7 @@ def _demanded(recipe: Recipe) -> dict[str, int | None] | str | None:
         draft.check_parallel(parallelism.tensor, parallelism.ulysses)
     except UserError as error:
         return str(error)
-    demand = Demand.of(draft, parallelism.tensor, parallelism.ulysses, torch.float32, recipe.training.ttt_steps)
+    demand = KernelDemand.of(draft, parallelism.tensor, parallelism.ulysses, torch.float32, recipe.training.ttt_steps)
     return {name: value for name, value in asdict(demand).items() if name != "dtype"}
 
 

@@ -33,7 +33,7 @@ from eagle3.evaluation.results import (
     as_json,
     over_sets,
 )
-from eagle3.evaluation.sglang_judge import DraftTree, Logits, ServedResult, judge_by_sglang
+from eagle3.evaluation.sglang_judge import DraftTree, LogitFacts, ServedResult, judge_by_sglang
 from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.sglang_engine import engine_options
 from eagle3.parallel.topology import Topology
@@ -314,7 +314,7 @@ def _serve(
         prompts,
         tree=tree,
         new_tokens=decoding.new_tokens,
-        logits=Logits(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
+        logits=LogitFacts(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
         window=conditions.window,
         report=console,
     )

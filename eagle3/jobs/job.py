@@ -22,7 +22,7 @@ from eagle3.recipe.schema import Recipe, Source
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.targets.transformers import TransformersTarget, load_target
 from eagle3.text.encode import SampleEncoder
-from eagle3.text.mixing import Mixed, Part, mixture
+from eagle3.text.mixing import Mixed, MixedPart, mixture
 from eagle3.text.prepare import Prepared, Summary, prepare_samples
 from eagle3.text.samples import SampleSet
 from eagle3.text.standard_library import standard_library_files, standard_library_text
@@ -174,11 +174,11 @@ def gather_inputs(known: KnownTarget, say: Say, *, judging: bool = False) -> Inp
     return Inputs(known, train, held_out, summary, held_out_summary, sources)
 
 
-def _part(source: str | Source, prepared: Prepared) -> Part:
+def _part(source: str | Source, prepared: Prepared) -> MixedPart:
     stored = len(prepared.samples)
     if isinstance(source, str):
-        return Part(source, stored)
-    return Part(source.path, stored, 1.0 if source.weight is None else source.weight, source.samples)
+        return MixedPart(source, stored)
+    return MixedPart(source.path, stored, 1.0 if source.weight is None else source.weight, source.samples)
 
 
 def _places_of_answers(known: KnownTarget) -> dict[str, str]:

@@ -24,7 +24,7 @@ from eagle3.jobs.target_probe import (
     write_probe,
 )
 from eagle3.parallel.topology import Topology, agreed
-from eagle3.states.loader import Reading, SpooledSource
+from eagle3.states.loader import SampleReading, SpooledSource
 from eagle3.states.rows import DraftLogits, Rows
 from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, own_folder, spool_bytes
 from eagle3.states.store.shard import Encoding
@@ -114,7 +114,7 @@ class SGLangEngine:
                 if topology.is_first:
                     servers.check = partial(self._require_unchanged, probe)
 
-                def ask(ticket: Ticket, reading: Reading) -> None:
+                def ask(ticket: Ticket, reading: SampleReading) -> None:
                     ids, wanted = reading.sample.ids, WantedRows(reading.supervised, kept.window, kept.ttt_steps)
                     producer.ask(ticket, ids, wanted, spool_bytes(self.encoding, wanted))
 
@@ -269,7 +269,7 @@ def _check_head(source: SpooledSource, head: TargetHead, topology: Topology) -> 
     every = torch.arange(HEAD_TOKENS)
     ids = every % len(head.embedding)
     sample = Sample(f"{topology.data.rank():032x}", ids, torch.ones(len(ids), dtype=torch.bool))
-    teacher = source.rows([Reading(sample, sample.loss_mask, every[:0], every[1:])])[0].teacher
+    teacher = source.rows([SampleReading(sample, sample.loss_mask, every[:0], every[1:])])[0].teacher
     if isinstance(teacher, DraftLogits):
         return
     own = summarize_teacher(teacher.values.to(head.head.device, head.head.dtype), head.head, transform=head.transform)

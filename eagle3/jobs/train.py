@@ -25,7 +25,7 @@ from eagle3.jobs.plan import memory_plan
 from eagle3.jobs.provenance import input_digests, require_fitting_settings, require_fitting_store
 from eagle3.jobs.supply import HiddenStateSupply, hidden_state_supply
 from eagle3.kernels.choice import Choice, choose_kernels
-from eagle3.kernels.proof import Demand
+from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.model import BatchMaker, DraftObjective
 from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology, agreed, gathered, node_name
@@ -171,7 +171,7 @@ def _resolve(recipe: Recipe, run: _Run) -> Job:
 def _choose_kernels(job: Job, run: _Run) -> Choice:
     """Choose the kernels of attention, position-wise work and loss, on CUDA by trying them on this GPU. Collective."""
     training, sizes, topology = job.recipe.training, job.recipe.parallelism, run.topology
-    demand = Demand.of(job.shape, sizes.tensor, sizes.ulysses, getattr(torch, training.dtype), training.ttt_steps)
+    demand = KernelDemand.of(job.shape, sizes.tensor, sizes.ulysses, getattr(torch, training.dtype), training.ttt_steps)
     before = gathered(run.folder.kernels_before() if topology.is_first and run.continues else None)[0]
     with waiting(run.console, "proving kernels on this GPU"):
         choice = choose_kernels(

@@ -14,7 +14,7 @@ from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weigh
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.kernels.choice import choose_kernels
-from eagle3.kernels.proof import Demand
+from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.losses import BatchCounts, LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
@@ -88,7 +88,7 @@ def run_case(
     case.draft.config.check_parallel(topology.tensor.size(), sharding.ulysses)
     draft = Eagle3Draft(case.draft.config, topology.modules, dtype)
     load_weights(draft, case.draft, topology.tensor)
-    demand = Demand.of(case.draft.config, topology.tensor.size(), sharding.ulysses, dtype, steps)
+    demand = KernelDemand.of(case.draft.config, topology.tensor.size(), sharding.ulysses, dtype, steps)
     kernels = choose_kernels(demand, topology.alone, topology.device).kernels
     objective = DraftObjective(draft, topology, ring_mode, memory, kernels).to(topology.device)
     batch = _micro_batch(case, topology, steps, sharding, draft.lm_head.weight)

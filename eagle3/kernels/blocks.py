@@ -8,12 +8,12 @@ from torch import Tensor
 
 from eagle3.attention.block import Kernel
 from eagle3.attention.plain import Scoring
-from eagle3.kernels.proof import BOUNDS, LSE_BOUND, TIMED_ROWS, Comparison, Demand, Verdict, judge
+from eagle3.kernels.proof import BOUNDS, LSE_BOUND, TIMED_ROWS, Comparison, KernelDemand, KernelVerdict, judge
 
 
 def prove_blocks(
-    kind: str, kernels: Sequence[Kernel], demand: Demand, device: torch.device, timed: bool
-) -> list[Verdict]:
+    kind: str, kernels: Sequence[Kernel], demand: KernelDemand, device: torch.device, timed: bool
+) -> list[KernelVerdict]:
     """Verdicts on the kernels for one kind of block (a field of BlockKernels)."""
     if not kernels:
         return []
@@ -27,7 +27,7 @@ def prove_blocks(
     return [judge(kernel, compare, inputs.run if inputs else None, device) for kernel in kernels]
 
 
-def _shapes(kind: str, demand: Demand) -> list[tuple[int, int]]:
+def _shapes(kind: str, demand: KernelDemand) -> list[tuple[int, int]]:
     """Queries and keys of the cases: odd numbers, of which one is less than a kernel's tile."""
     if kind == "causal":
         return [(1, 1), (37, 37), (203, 203)]
@@ -38,7 +38,7 @@ def _shapes(kind: str, demand: Demand) -> list[tuple[int, int]]:
     return [(1, 131), (72, 1), (5, 131), (141, 301)]
 
 
-def _visible(kind: str, queries: int, keys: int, demand: Demand) -> Tensor:
+def _visible(kind: str, queries: int, keys: int, demand: KernelDemand) -> Tensor:
     """[Q, S]: which keys each query sees. A query's own key is as far from the last key as it from the last query."""
     own, key = torch.arange(queries)[:, None] + keys - queries, torch.arange(keys)
     if kind == "full":
@@ -60,7 +60,7 @@ class _BlockInputs(NamedTuple):
     scoring: Scoring
 
     @classmethod
-    def random(cls, kind: str, demand: Demand, device: torch.device) -> "_BlockInputs":
+    def random(cls, kind: str, demand: KernelDemand, device: torch.device) -> "_BlockInputs":
         """For timing: this rank's heads, TIMED_ROWS queries and keys."""
         wide, narrow = ((TIMED_ROWS, heads, demand.head_dim) for heads in (demand.heads, demand.kv_heads))
         q, grad, out = (torch.randn(wide, dtype=demand.dtype, device=device) for _ in range(3))
@@ -90,7 +90,7 @@ def _inside(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, 0, 0, 0, 2, 1))[2:-1]
 
 
-def _scoring(kind: str, visible: Tensor, demand: Demand) -> Scoring:
+def _scoring(kind: str, visible: Tensor, demand: KernelDemand) -> Scoring:
     windowed = kind == "windowed"
     return Scoring(
         scale=demand.head_dim**-0.5,
@@ -107,7 +107,7 @@ class _BlockCase(NamedTuple):
     expected: dict[str, Tensor]  # what `run` should return
 
     @classmethod
-    def of(cls, shape: tuple[int, int], kind: str, demand: Demand) -> "_BlockCase":
+    def of(cls, shape: tuple[int, int], kind: str, demand: KernelDemand) -> "_BlockCase":
         queries, keys = shape
         generator = torch.Generator().manual_seed(queries + keys)
 

@@ -24,7 +24,7 @@ from eagle3.kernels.blocks import prove_blocks
 from eagle3.kernels.loss import prove_loss
 from eagle3.kernels.own import prove_own
 from eagle3.kernels.pointwise import prove_pointwise
-from eagle3.kernels.proof import Demand, Verdict
+from eagle3.kernels.proof import KernelDemand, KernelVerdict
 from eagle3.objective.distill import loss_candidates
 from eagle3.objective.model import Kernels
 from eagle3.packages import versions
@@ -41,7 +41,7 @@ SETTINGS = ("NVIDIA_TF32", "CUBLAS", "TORCH_BLAS", "FLASH_ATTENTION")  # environ
 FLASH4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"  # variables that do not
 NONE_RIGHT = "free memory of the GPU, update torch and the driver, or use another GPU"  # remedy
 
-Table = Mapping[str, Sequence[Verdict]]  # verdicts by kind of block, and for `OTHERS`
+Table = Mapping[str, Sequence[KernelVerdict]]  # verdicts by kind of block, and for `OTHERS`
 Names = Mapping[str, str | None]  # of the kernels that are used, likewise
 
 
@@ -53,7 +53,7 @@ class Candidates:
     of_kind: Mapping[str, Sequence[Any]]
 
     @classmethod
-    def of(cls, demand: Demand, device: torch.device, pinned: str = "auto") -> "Candidates":
+    def of(cls, demand: KernelDemand, device: torch.device, pinned: str = "auto") -> "Candidates":
         """pinned: name of the kernel to use for all that it can compute. Raises SharedUserError if that is nothing."""
         of_kind = dict(block_candidates(device, demand.dtype, demand.head_dim))
         if demand.window is None:
@@ -83,7 +83,7 @@ class Candidates:
         return Kernels(BlockKernels(**found), *others)
 
     @torch.enable_grad()
-    def prove(self, demand: Demand, group: dist.ProcessGroup, device: torch.device, timed: bool) -> Table:
+    def prove(self, demand: KernelDemand, group: dist.ProcessGroup, device: torch.device, timed: bool) -> Table:
         """Verdicts on all of them, from this rank alone. group: of this rank alone."""
         blocks = {kind: each for kind, each in self.of_kind.items() if kind not in OTHERS}
         return {
@@ -134,7 +134,7 @@ class Choice:
 
 
 def choose_kernels(
-    demand: Demand,
+    demand: KernelDemand,
     group: dist.ProcessGroup,
     device: torch.device,
     cache: Path | None = None,
@@ -190,14 +190,14 @@ def agreement(tables: Sequence[Table]) -> Table:
     return {kind: [_worst(each) for each in of if len(each) == len(tables)] for kind, of in by_name.items()}
 
 
-def _worst(verdicts: Sequence[Verdict]) -> Verdict:
+def _worst(verdicts: Sequence[KernelVerdict]) -> KernelVerdict:
     rank, worst = max(enumerate(verdicts), key=lambda pair: (not pair[1].right, pair[1].error))
     wrong = sum(not each.right for each in verdicts)
     if 0 < wrong < len(verdicts):
         where = f"on rank {rank} (wrong on {wrong} of {len(verdicts)})"
-        return Verdict(worst.kernel, worst.error, f"{worst.reason} {where}")
+        return KernelVerdict(worst.kernel, worst.error, f"{worst.reason} {where}")
     seconds = [each.seconds for each in verdicts if each.seconds is not None]
-    return Verdict(worst.kernel, worst.error, worst.reason, max(seconds, default=None))
+    return KernelVerdict(worst.kernel, worst.error, worst.reason, max(seconds, default=None))
 
 
 def pick(candidates: Candidates, table: Table, before: Names | None = None) -> Choice:
@@ -216,7 +216,7 @@ def pick(candidates: Candidates, table: Table, before: Names | None = None) -> C
     return Choice(candidates.kernels(names), table)
 
 
-def fastest(verdicts: Sequence[Verdict]) -> Verdict | None:
+def fastest(verdicts: Sequence[KernelVerdict]) -> KernelVerdict | None:
     """The fastest of the right ones (without times, the first); None if none is right."""
     return min((each for each in verdicts if each.right), key=lambda each: each.seconds or 0.0, default=None)
 
@@ -238,7 +238,7 @@ def plain_values(table: Table) -> dict[str, list[dict[str, Any]]]:
 
 def parsed(values: dict[str, list[dict[str, Any]]]) -> Table:
     """The way back."""
-    return {kind: [Verdict(**verdict) for verdict in verdicts] for kind, verdicts in values.items()}
+    return {kind: [KernelVerdict(**verdict) for verdict in verdicts] for kind, verdicts in values.items()}
 
 
 def remembered(file: Path, kernels: Mapping[str, list[str]], prove: Callable[[], Table]) -> Table:
@@ -261,7 +261,7 @@ def remembered(file: Path, kernels: Mapping[str, list[str]], prove: Callable[[],
     return table
 
 
-def _key(demand: Demand, pinned: str, device: torch.device) -> str:
+def _key(demand: KernelDemand, pinned: str, device: torch.device) -> str:
     """Digest of everything that a verdict depends on."""
     package = Path(eagle3.__file__).parent
     facts = {

@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3.kernels.proof import BOUNDS, TIMED_ROWS, Comparison, Demand, Verdict, judge
+from eagle3.kernels.proof import BOUNDS, TIMED_ROWS, Comparison, KernelDemand, KernelVerdict, judge
 from eagle3.objective.distill import LossBlocks, StepWeights, Teacher, distill, loss_row_bytes
 from eagle3.objective.softmaxes import LossKernel
 
 
 def prove_loss(
-    kernels: Sequence[LossKernel], demand: Demand, group: dist.ProcessGroup, device: torch.device, timed: bool
-) -> list[Verdict]:
+    kernels: Sequence[LossKernel], demand: KernelDemand, group: dist.ProcessGroup, device: torch.device, timed: bool
+) -> list[KernelVerdict]:
     """Verdicts on the kernels for the loss. group: of this rank alone."""
     if not kernels:
         return []
@@ -45,7 +45,7 @@ class _LossInputs(NamedTuple):
     query_of: Tensor  # [K, M]
 
     @classmethod
-    def random(cls, demand: Demand, device: torch.device) -> "_LossInputs":
+    def random(cls, demand: KernelDemand, device: torch.device) -> "_LossInputs":
         """For timing: the draft's whole shape, an eighth of TIMED_ROWS."""
         rows, hidden = TIMED_ROWS // 8, demand.hidden
         numbers = {"dtype": demand.dtype, "device": device}
@@ -95,7 +95,7 @@ class _LossCase(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, rows: int, columns: int, demand: Demand) -> "_LossCase":
+    def of(cls, rows: int, columns: int, demand: KernelDemand) -> "_LossCase":
         """Every teacher row but each fifth has a query of its own. The best token of each seventh row is outside the
         draft vocabulary."""
         generator = torch.Generator().manual_seed(rows)

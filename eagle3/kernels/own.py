@@ -8,12 +8,14 @@ from torch import Tensor
 
 from eagle3.attention.block import OwnKernel
 from eagle3.attention.plain import BlockOutput
-from eagle3.kernels.proof import BOUNDS, LSE_BOUND, TIMED_ROWS, Comparison, Demand, Verdict, judge
+from eagle3.kernels.proof import BOUNDS, LSE_BOUND, TIMED_ROWS, Comparison, KernelDemand, KernelVerdict, judge
 
 ROWS = 37  # of a case; not a multiple of a program's
 
 
-def prove_own(kernels: Sequence[OwnKernel], demand: Demand, device: torch.device, timed: bool) -> list[Verdict]:
+def prove_own(
+    kernels: Sequence[OwnKernel], demand: KernelDemand, device: torch.device, timed: bool
+) -> list[KernelVerdict]:
     """Verdicts on the kernels for the own keys of step 1, and of the last step."""
     if not kernels:
         return []
@@ -40,7 +42,7 @@ class _Case(NamedTuple):
     own: Tensor  # [2k, Q, kv_heads, d]
 
     @classmethod
-    def random(cls, rows: int, step: int, demand: Demand) -> "_Case":
+    def random(cls, rows: int, step: int, demand: KernelDemand) -> "_Case":
         """In fp64 on the CPU, rounded to the job's format."""
         generator = torch.Generator().manual_seed(rows + step)
 

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from eagle3.draft.pointwise import Pointwise
 from eagle3.draft.rope import Rotation
-from eagle3.kernels.proof import BOUNDS, TIMED_ROWS, Comparison, Demand, Verdict, judge
+from eagle3.kernels.proof import BOUNDS, TIMED_ROWS, Comparison, KernelDemand, KernelVerdict, judge
 
 ROWS, WIDTH, TIMED_WIDTH = 37, 1100, 2**13  # of a case; its width is not a multiple of a program's
 
 
-def prove_pointwise(kernels: Sequence[Pointwise], demand: Demand, device: torch.device, timed: bool) -> list[Verdict]:
+def prove_pointwise(
+    kernels: Sequence[Pointwise], demand: KernelDemand, device: torch.device, timed: bool
+) -> list[KernelVerdict]:
     if not kernels:
         return []
     heads, kv_heads = demand.own_heads
@@ -40,7 +42,7 @@ class _Case(NamedTuple):
     d_parts: Sequence[Tensor]  # each [tokens, heads, d]
 
     @classmethod
-    def random(cls, demand: Demand, heads: Sequence[int], rows: int, width: int, device: torch.device) -> "_Case":
+    def random(cls, demand: KernelDemand, heads: Sequence[int], rows: int, width: int, device: torch.device) -> "_Case":
         generator, exact = torch.Generator(device).manual_seed(rows), torch.promote_types(demand.dtype, torch.float32)
 
         def draw(*shape: int, dtype: torch.dtype = demand.dtype) -> Tensor:

@@ -26,7 +26,7 @@ QUEUEING = 100_000_000  # cycles that a GPU waits while the host queues the time
 
 
 @dataclass(frozen=True)
-class Demand:
+class KernelDemand:
     """What a job asks of its kernels on one rank."""
 
     heads: int
@@ -42,7 +42,7 @@ class Demand:
     undealt: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, shape: DraftConfig, tensor: int, ulysses: int, dtype: torch.dtype, steps: int) -> "Demand":
+    def of(cls, shape: DraftConfig, tensor: int, ulysses: int, dtype: torch.dtype, steps: int) -> "KernelDemand":
         """What a draft of this shape asks for, with these sizes of the tensor-parallel and the Ulysses group."""
         heads, kv_heads = shape.num_attention_heads // tensor, shape.num_key_value_heads // tensor
         return cls(
@@ -64,7 +64,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class KernelVerdict:
     """What came of one kernel's proof."""
 
     kernel: str
@@ -107,7 +107,7 @@ def judge(
     compare: Callable[[Any], Iterator[Comparison]],
     call: Callable[[Any], None] | None,
     device: torch.device,
-) -> Verdict:
+) -> KernelVerdict:
     """Whatever a kernel raises is its own failure."""
     worst = 0.0
     try:
@@ -116,10 +116,10 @@ def judge(
             worst = max(worst, error / result.bound)
             if not error <= result.bound:
                 reason = f"{result.name} is off by {error:.1e} (bound {result.bound:.1e})"
-                return Verdict(kernel.name, worst, reason)
-        return Verdict(kernel.name, worst, seconds=seconds_of(lambda: call(kernel), device) if call else None)
+                return KernelVerdict(kernel.name, worst, reason)
+        return KernelVerdict(kernel.name, worst, seconds=seconds_of(lambda: call(kernel), device) if call else None)
     except Exception as error:  # a compiler's, a driver's, a library's: none of them may end the job
-        return Verdict(kernel.name, float("inf"), raised(error), raised=True)
+        return KernelVerdict(kernel.name, float("inf"), raised(error), raised=True)
 
 
 def raised(error: Exception) -> str:

@@ -119,7 +119,7 @@ def unroll(
     chunk = max(rows, queries) if at_once or chunk is None else chunk
     at_work = DraftPass(draft, exact=not at_once, pointwise=pointwise)
     tokens, weights = Tokens.of(at_work, inputs, share=at_once), at_work.weights
-    entry = ChunkedWork(Entry(at_work, inputs, tokens), inputs.entry_cuts(chunk), weights)
+    entry = ChunkedWork(UnrollEntry(at_work, inputs, tokens), inputs.entry_cuts(chunk), weights)
     hidden, *prefix = (entry.plainly if at_once else entry)()
     exchange = attention.start(KeyValue(*prefix))
     del prefix
@@ -187,7 +187,7 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class Entry:
+class UnrollEntry:
     """The entry for a chunk of rows: fused states of its queries, and K_0 and V_0 of its keys."""
 
     draft: DraftPass

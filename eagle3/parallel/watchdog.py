@@ -76,7 +76,7 @@ class Beat(NamedTuple):
         return f"(process {self.pid} on {self.node})"
 
 
-class Verdict(NamedTuple):
+class RankVerdict(NamedTuple):
     """The reason why the job ends."""
 
     text: str
@@ -207,25 +207,25 @@ class Watchdog(AbstractContextManager):
             if seconds > self.silent_seconds:
                 self._end(self._first_gone(f"was not heard from for {seconds:.0f} s, last"))
 
-    def _exchange(self) -> Verdict | None:
+    def _exchange(self) -> RankVerdict | None:
         try:
             self._beat()
             return self._verdict()
         except dist.DistError:
             return self._without_store()
 
-    def _without_store(self) -> Verdict | None:
+    def _without_store(self) -> RankVerdict | None:
         """The verdict after the store is gone. The store was in the first rank's process, or else in the launcher's; a
         rank that has lost its own launcher stops by itself."""
         # The store closes shortly before its process ends. Without it and a launcher, beats keep their pace.
         time.sleep(0.0 if self.orphaned else BEAT_SECONDS)
         if self.rank == 0 or (self._first.node == self.node and _lives(self._first.pid)):
-            lost = Verdict("the launcher that keeps the job's store has ended", first_gone=True)
+            lost = RankVerdict("the launcher that keeps the job's store has ended", first_gone=True)
             return None if self._launcher_is_gone() else lost
         return self._first_gone("has ended,")
 
-    def _first_gone(self, event: str) -> Verdict:
-        return Verdict(f"rank 0 {self._first.who} {event} at {self._first.place}", first_gone=True)
+    def _first_gone(self, event: str) -> RankVerdict:
+        return RankVerdict(f"rank 0 {self._first.who} {event} at {self._first.place}", first_gone=True)
 
     @property
     def _first(self) -> Beat:
@@ -248,9 +248,9 @@ class Watchdog(AbstractContextManager):
         )
         self.store.set(f"beat/{self.rank}", json.dumps(beat))
 
-    def _verdict(self) -> Verdict | None:
+    def _verdict(self) -> RankVerdict | None:
         if self.store.check([VERDICT]):
-            return Verdict(*json.loads(self.store.get(VERDICT)))
+            return RankVerdict(*json.loads(self.store.get(VERDICT)))
         now = time.monotonic()
         for rank, (last, at) in self.heard.items():
             beat = self._heard_of(rank)
@@ -262,21 +262,21 @@ class Watchdog(AbstractContextManager):
     def _heard_of(self, rank: int) -> Beat:
         return Beat(*json.loads(self.store.get(f"beat/{rank}")))
 
-    def _died(self, now: float) -> Verdict | None:
+    def _died(self, now: float) -> RankVerdict | None:
         for rank, (beat, at) in self.heard.items():
             if beat.left:
                 continue
             loud = beat.watched and (self.broken or not beat.quiet)
             if beat.node == self.node:
                 if not _lives(beat.pid):
-                    return Verdict(f"rank {rank} {beat.who} has ended, at {beat.place}", rank == 0)
+                    return RankVerdict(f"rank {rank} {beat.who} has ended, at {beat.place}", rank == 0)
             elif now - at > (self.silent_seconds if loud else self.asleep_seconds):
-                return Verdict(
+                return RankVerdict(
                     f"rank {rank} {beat.who} was not heard from for {now - at:.0f} s, last at {beat.place}", rank == 0
                 )
         return None
 
-    def _hangs(self, now: float) -> Verdict | None:
+    def _hangs(self, now: float) -> RankVerdict | None:
         beats = {self.rank: self._heard_of(self.rank)} | {
             rank: beat._replace(seconds=beat.seconds + now - at) for rank, (beat, at) in self.heard.items()
         }
@@ -290,7 +290,7 @@ class Watchdog(AbstractContextManager):
         did = "did not arrive" if waiting else "hangs"
         culprits = "; ".join(f"rank {rank} {beat.who} {did}: {_doing(beat)}" for rank, beat in list(absent.items())[:4])
         waits = "".join(f"; rank {rank} waits in {_doing(beat)}" for rank, beat in list(waiting.items())[:1])
-        return Verdict(f"no progress for {longest:.0f} s: {culprits}{waits}")
+        return RankVerdict(f"no progress for {longest:.0f} s: {culprits}{waits}")
 
     def _launcher_is_gone(self) -> bool:
         """Whether deepspeed, torchrun or Slurm, whose ranks live on if it is killed, has ended: one of its processes,
@@ -308,7 +308,7 @@ class Watchdog(AbstractContextManager):
             self._report("what started this job's ranks (deepspeed, torchrun or Slurm) has ended, so they stop")
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _end(self, verdict: Verdict) -> None:
+    def _end(self, verdict: RankVerdict) -> None:
         if self.rank == 0 or (verdict.first_gone and self.local_rank < 2):
             self._report(verdict.text)
         time.sleep(GRACE_SECONDS)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from eagle3.errors import UserError
 from eagle3.planning.memory import rank_bytes
-from eagle3.planning.step import Machine, Planned, Share, Sizes, step_seconds
+from eagle3.planning.step import Machine, Planned, RankShare, Sizes, step_seconds
 
 # Share of a GPU's memory taken by the CUDA context, by buffers of NCCL and cuBLAS, and by fragmentation.
 RESERVED = 0.08
@@ -24,8 +24,8 @@ class PlannedStream:
     supervised: float  # share of the tokens that is supervised
     spans: int = 1  # runs of supervised tokens per document
 
-    def share(self, planned: Planned) -> Share:
-        return Share.expected(
+    def share(self, planned: Planned) -> RankShare:
+        return RankShare.expected(
             self.tokens,
             self.supervised,
             planned.sizes,

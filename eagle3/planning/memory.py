@@ -12,14 +12,14 @@ from eagle3.attention.cuda import heads_at_once
 from eagle3.attention.schedule import BAND_ROWS, KEY_BLOCK, QUERY_BLOCK
 from eagle3.objective.distill import loss_row_bytes, loss_rows
 from eagle3.objective.recompute import chunk_token_bytes, chunk_tokens
-from eagle3.planning.step import Planned, Share
+from eagle3.planning.step import Planned, RankShare
 
 # Kind of data -> bytes, in one phase of a step.
 Bytes = Counter[str]
 INDEX = 8  # bytes per row number, token id or position
 
 
-def step_bytes(planned: Planned, share: Share) -> Bytes:
+def step_bytes(planned: Planned, share: RankShare) -> Bytes:
     """Peak memory of a rank between the start of a forward pass and the end of its backward pass."""
     return max(_Rank(planned, share).phases(), key=Counter.total)
 
@@ -42,14 +42,14 @@ def _optimised(planned: Planned) -> int:
     return math.ceil(planned.weights.trained / (planned.sizes.data * planned.sizes.sequence))
 
 
-def rank_bytes(planned: Planned, share: Share) -> Bytes:
+def rank_bytes(planned: Planned, share: RankShare) -> Bytes:
     """Memory of the engine and a step together, or of the optimiser's update after it. `total()` must fit, along with
     the device's own overhead."""
     rank = _Rank(planned, share)
     return max(*rank.phases(), rank.updating(), key=Counter.total) + engine_bytes(planned)
 
 
-def host_bytes(planned: Planned, share: Share) -> int:
+def host_bytes(planned: Planned, share: RankShare) -> int:
     """Bytes of pinned host memory for one stream. (torch rounds each of the two parts up to a power of two.)"""
     if planned.residence == "device":
         return 0
@@ -59,7 +59,7 @@ def host_bytes(planned: Planned, share: Share) -> int:
 class _Rank:
     """Memory of one rank in each phase of a step, in bytes."""
 
-    def __init__(self, planned: Planned, share: Share) -> None:
+    def __init__(self, planned: Planned, share: RankShare) -> None:
         self.planned, self.share = planned, share
         draft, sizes, size, exact = planned.draft, planned.sizes, planned.itemsize, planned.exact
         # Short names for what many phases depend on:

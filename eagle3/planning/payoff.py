@@ -75,7 +75,7 @@ def surface(
     ]
 
 
-class Range(NamedTuple):
+class ContextRange(NamedTuple):
     """A range of contexts in tokens; None for an end that is beyond the contexts judged."""
 
     low: float | None
@@ -87,7 +87,7 @@ class Range(NamedTuple):
         return f"from about {self.low:,.0f} tokens" + ("" if self.high is None else f" to about {self.high:,.0f}")
 
 
-def paying_ranges(cells: Sequence[Cell]) -> list[Range]:
+def paying_ranges(cells: Sequence[Cell]) -> list[ContextRange]:
     """The contexts with a speed-up above 1, of cells with ascending contexts."""
     ranges, low = [], None
     for before, cell in itertools.pairwise(cells):
@@ -98,8 +98,8 @@ def paying_ranges(cells: Sequence[Cell]) -> list[Range]:
         if cell.speed_up > 1:
             low = crossing
         else:
-            ranges.append(Range(low, crossing))
-    return [*ranges, Range(low, None)] if cells[-1].speed_up > 1 else ranges
+            ranges.append(ContextRange(low, crossing))
+    return [*ranges, ContextRange(low, None)] if cells[-1].speed_up > 1 else ranges
 
 
 class Tier(NamedTuple):
@@ -108,7 +108,7 @@ class Tier(NamedTuple):
     batch: int
     drafts: int  # the number of draft tokens with the highest mean speed-up over all contexts
     speed_up: float  # that mean
-    paying: list[Range]  # the contexts at which this number pays
+    paying: list[ContextRange]  # the contexts at which this number pays
     longest: int  # the longest context after which memory holds such a batch
 
     @property
@@ -138,7 +138,7 @@ class PayOff:
 
     @computed_field
     @property
-    def paying(self) -> dict[int, list[Range]]:
+    def paying(self) -> dict[int, list[ContextRange]]:
         """For each batch, ascending, the contexts at which drafting pays with the best number of draft tokens; none if
         it pays nowhere. Between two of them, the best speed-up is taken to be linear in the logarithm of the
         context."""

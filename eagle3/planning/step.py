@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
         return self.tensor * self.sequence * self.data
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """One rank's share of a stream, in rows."""
 
     keys: int
@@ -57,7 +57,7 @@ class Share(NamedTuple):
         window: int | None = None,
         spans: int = 1,
         query_selection: QuerySelection = "supervised",
-    ) -> "Share":
+    ) -> "RankShare":
         """The expected share of a stream with `tokens` tokens, all different, in `documents` documents of equal length.
         The last part of each document is supervised.
 
@@ -182,7 +182,7 @@ class Flops(NamedTuple):
     executed: float  # including recomputation
 
 
-def step_flops(planned: Planned, share: Share) -> Flops:
+def step_flops(planned: Planned, share: RankShare) -> Flops:
     """Counts the FLOPs of matrix products, two per multiply-add. A backward pass costs twice as much as its forward
     pass; in attention, 2.5 times as much. The query-key pairs of the whole stream are divided evenly among its
     ranks."""
@@ -201,7 +201,7 @@ def step_flops(planned: Planned, share: Share) -> Flops:
     return Flops(model, model + again[planned.memory.recompute])
 
 
-def sent_bytes(planned: Planned, share: Share) -> Traffic:
+def sent_bytes(planned: Planned, share: RankShare) -> Traffic:
     """Bytes that a rank sends in one step, including padding. In a group of G ranks, it sends (G-1)/G of its input to
     an all-to-all or reduce-scatter, G-1 times its share in an all-gather, and 2 (G-1)/G of its buffer in an all-reduce.
 
@@ -238,7 +238,7 @@ def sent_bytes(planned: Planned, share: Share) -> Traffic:
     return sent
 
 
-def _tensor_bytes(planned: Planned, share: Share) -> tuple[float, float, float]:
+def _tensor_bytes(planned: Planned, share: RankShare) -> tuple[float, float, float]:
     """Bytes sent within the tensor-parallel group: in the forward pass, in the backward pass, and again by steps that
     are recomputed whole.
 
@@ -277,7 +277,7 @@ class Machine:
     node: int = 8  # ranks in a node
 
 
-def step_seconds(planned: Planned, share: Share, machine: Machine = Machine()) -> float:
+def step_seconds(planned: Planned, share: RankShare, machine: Machine = Machine()) -> float:
     """Seconds for one stream's forward and backward pass, without any overlap, and without loading and the
     optimiser."""
     inside = planned.sizes.tensor * planned.sizes.sequence <= machine.node

@@ -12,7 +12,7 @@ import httpx2
 from pydantic import AfterValidator, AliasPath, BeforeValidator, Field
 
 from eagle3.errors import UserError
-from eagle3.servers import Client, Count, Declined, ListOf, Malformed, Name, NoAnswer, Typed, ask_once
+from eagle3.servers import Client, Count, Declined, ListOf, MalformedAnswer, Name, NoAnswer, Typed, ask_once
 
 PROBE_SECONDS = 10.0
 MESSAGE = ("choices", 0, "message")
@@ -167,7 +167,7 @@ def find_model(urls: Sequence[str], model_name: str | None, key: str | None) -> 
 def _model_names(url: str, key: str | None) -> list[str]:
     try:
         return [model.id for model in ask_once(f"{url}/models", _Models, PROBE_SECONDS, key=key).data]
-    except Malformed as error:
+    except MalformedAnswer as error:
         raise Unfit(f"/v1/models is not answered as OpenAI does ({error})") from error
     except Declined as error:
         raise Unfit(str(_failure(error))) from error

@@ -23,7 +23,7 @@ MOST_REFUSED = 32  # conversations left out before the first row; so many mean w
 
 
 @dataclass
-class Summary:
+class RegenerationSummary:
     """Counts of what became of the conversations."""
 
     # For this input, whichever run did it:
@@ -79,7 +79,7 @@ class Regeneration:
     ) -> None:
         self.conversations, self.file, self.generation = conversations, file, generation
         self.report, self.progress = report, Progress(progress, "regenerating", total, "conversations")
-        self.summary = Summary(read=total)
+        self.summary = RegenerationSummary(read=total)
         self.start = time.monotonic()
         self.passed = self.new = 0  # conversations that need no request, and those done by this run
         self.unrecorded: list[tuple[Work, LeftOut]] = []  # left out before a row shows that the settings are fine
@@ -222,7 +222,7 @@ def regenerate(
     generation: Generation,
     report: Callable[[str], None],
     progress: Callable[[str], None],
-) -> Summary:
+) -> RegenerationSummary:
     """Ask the endpoints for every conversation that `file` lacks, keeping each endpoint as busy as it allows.
 
     Only the conversations in progress are held in memory.

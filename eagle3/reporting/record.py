@@ -41,7 +41,7 @@ WHY_ABSENT = (
 FEW = 700  # verifications; with fewer, the acceptance length is uncertain by more than about 0.05
 
 
-class Metrics(BaseModel, extra="allow", strict=True):
+class MetricsLine(BaseModel, extra="allow", strict=True):
     """A line of metrics.jsonl."""
 
     step: NonNegativeInt
@@ -192,7 +192,7 @@ def columns(records: Sequence[Record], name: str) -> np.ndarray:
 def _read_metrics(path: Path) -> list[Record]:
     """Read all complete lines. A kill may have cut off the last one."""
     lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    read = (_parsed(line, Metrics, f"{path}:{number}", "remove that line") for number, line in enumerate(lines, 1))
+    read = (_parsed(line, MetricsLine, f"{path}:{number}", "remove that line") for number, line in enumerate(lines, 1))
     return [record.model_dump() for record in read]
 
 

@@ -26,7 +26,7 @@ from eagle3.text.samples import Sample, SampleSet, Spans
 CHANNEL_SHIFT = 28
 
 
-class Reading(NamedTuple):
+class SampleReading(NamedTuple):
     """What a rank reads of a sample. Row indices are int64 on the CPU; there may be none."""
 
     sample: Sample
@@ -50,7 +50,7 @@ class LiveSource:
     ) -> None:
         self.target, self.group, self.device, self.keep_on = target, group, device, keep_on or device
 
-    def rows(self, readings: Sequence[Reading]) -> list[Rows]:
+    def rows(self, readings: Sequence[SampleReading]) -> list[Rows]:
         documents = [reading.sample.ids for reading in readings]
         if self.group.size() == 1:
             return [
@@ -141,7 +141,7 @@ class StoredSource:
     store: HiddenStateStore
     alone = True
 
-    def rows(self, readings: Sequence[Reading]) -> list[Rows]:
+    def rows(self, readings: Sequence[SampleReading]) -> list[Rows]:
         return self.store.read([RowRequest(sample.id, aux, teacher, sample) for sample, _, aux, teacher in readings])
 
 
@@ -159,7 +159,7 @@ class SpooledSource:
     alone = True
 
     def __init__(
-        self, reader: SpoolReader, job: str, ask: Callable[[Ticket, Reading], None] | None, channel: int = 0
+        self, reader: SpoolReader, job: str, ask: Callable[[Ticket, SampleReading], None] | None, channel: int = 0
     ) -> None:
         self.reader, self.job, self.ask, self.channel = reader, job, ask, channel
         self._times_asked: defaultdict[tuple[str, int], count[int]] = defaultdict(count)
@@ -168,7 +168,7 @@ class SpooledSource:
         """The same source for another loader."""
         return SpooledSource(self.reader, self.job, self.ask, channel)
 
-    def rows(self, readings: Sequence[Reading]) -> list[Rows]:
+    def rows(self, readings: Sequence[SampleReading]) -> list[Rows]:
         tickets = [self._ticket(reading.sample) for reading in readings]
         if self.ask:
             for ticket, reading in zip(tickets, readings, strict=True):
@@ -202,20 +202,20 @@ class LoadedStream(Generic[Batch]):
     batch: Batch
 
 
-class Drawn(NamedTuple):
+class DrawnSample(NamedTuple):
     """A sample in a global batch."""
 
     index: int  # in the sample set
     epoch: int  # the epoch that it is drawn in, from 0
 
 
-def draw_batch(step: int, samples: int, batch_size: int, seed: int) -> list[Drawn]:
+def draw_batch(step: int, samples: int, batch_size: int, seed: int) -> list[DrawnSample]:
     """The global batch of optimiser step `step` (from 0): consecutive places in an endless sequence of shuffled epochs.
 
     No sample at the end of an epoch is dropped, and the order does not depend on the layout.
     """
     places = (divmod(position, samples) for position in range(step * batch_size, (step + 1) * batch_size))
-    return [Drawn(int(_shuffled(samples, epoch, seed)[place]), epoch) for epoch, place in places]
+    return [DrawnSample(int(_shuffled(samples, epoch, seed)[place]), epoch) for epoch, place in places]
 
 
 @lru_cache(maxsize=2)  # a batch may reach into the next epoch
@@ -258,15 +258,15 @@ class StreamLoader(Generic[Batch]):
         self.data, self.sequence, self.rule = data, sequence, rule
         self.plan = partial(plan_sequence, steps=steps, sharding=sharding, rank=sequence.rank(), window=window)
         self._background = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
-        self._ahead: tuple[tuple[list[Drawn], int], Future[list[LoadedStream[Batch]]]] | None = None
+        self._ahead: tuple[tuple[list[DrawnSample], int], Future[list[LoadedStream[Batch]]]] | None = None
 
-    def read_ahead(self, batch: Sequence[Drawn], accumulation: int) -> None:
+    def read_ahead(self, batch: Sequence[DrawnSample], accumulation: int) -> None:
         """Start loading, in the background, what the next `load` will ask for. Does nothing unless the source is
         `alone`."""
         if self.source.alone:
             self._ahead = (list(batch), accumulation), self._background.submit(self._load, batch, accumulation)
 
-    def load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream[Batch]]:
+    def load(self, batch: Sequence[DrawnSample], accumulation: int) -> list[LoadedStream[Batch]]:
         """This rank's part of each of its `accumulation` streams of the global `batch`: a list of the same length on
         every rank. Collective over a stream's ranks unless the source is `alone`."""
         ahead, self._ahead = self._ahead, None
@@ -274,7 +274,7 @@ class StreamLoader(Generic[Batch]):
             return ahead[1].result()
         return self._load(batch, accumulation)
 
-    def _load(self, batch: Sequence[Drawn], accumulation: int) -> list[LoadedStream[Batch]]:
+    def _load(self, batch: Sequence[DrawnSample], accumulation: int) -> list[LoadedStream[Batch]]:
         members = self._members(batch, accumulation)
         streams = [
             Stream.pack([sample.ids for sample, _ in stream], [mask for _, mask in stream], self.rule)
@@ -284,20 +284,20 @@ class StreamLoader(Generic[Batch]):
         aux = chain.from_iterable(_by_document(stream, plan.rows) for stream, plan in stream_plans)
         teacher = chain.from_iterable(_by_document(stream, plan.teacher) for stream, plan in stream_plans)
         readings = zip(chain.from_iterable(members), aux, teacher, strict=True)
-        document_rows = iter(self.source.rows([Reading(*member, *rows) for member, *rows in readings]))
+        document_rows = iter(self.source.rows([SampleReading(*member, *rows) for member, *rows in readings]))
         loaded = []
         for samples, (stream, plan) in zip(members, stream_plans, strict=True):
             rows = Rows.cat([next(document_rows) for _ in samples])
             loaded.append(LoadedStream(stream, plan, self.make(stream, plan, rows)))
         return loaded
 
-    def order_identity(self, batch: Sequence[Drawn]) -> bytes:
+    def order_identity(self, batch: Sequence[DrawnSample]) -> bytes:
         """Bytes that must be equal on every rank of the job: the ids and lengths of all samples, and a global batch.
         Ids stand for the contents, because a sample that does not match its id is never read."""
         ids = self.samples.digests[self.samples.indices]
         return ids.tobytes() + self.samples.lengths.tobytes() + np.asarray(batch, np.int64).tobytes()
 
-    def _members(self, batch: Sequence[Drawn], accumulation: int) -> list[list[tuple[Sample, Tensor]]]:
+    def _members(self, batch: Sequence[DrawnSample], accumulation: int) -> list[list[tuple[Sample, Tensor]]]:
         """For each stream of this data-parallel rank, its samples, each with the mask of its supervised tokens."""
         streams = self.data.size() * accumulation
         assignments = deal_streams(self.samples.lengths[[drawn.index for drawn in batch]].tolist(), streams)
@@ -308,7 +308,7 @@ class StreamLoader(Generic[Batch]):
         filler = replace(filler, ids=filler.ids[:1], loss_mask=filler.loss_mask[:1])  # the last row is never supervised
         return [stream or [(filler, filler.loss_mask)] for stream in members]
 
-    def _supervised(self, drawn: Drawn) -> tuple[Sample, Tensor]:
+    def _supervised(self, drawn: DrawnSample) -> tuple[Sample, Tensor]:
         sample = self.samples[drawn.index]
         return sample, sample.loss_mask if self.spans is None else self.spans.draw(sample, drawn.epoch)
 

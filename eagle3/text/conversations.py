@@ -12,7 +12,16 @@ from eagle3.console import Progress
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
 from eagle3.text.datasets import SLICE, DatasetSource, downloaded_rows, preset_source, source_of_id
-from eagle3.text.rows import KINDS, LISTED, UNKNOWN_ROLE, Malformed, MalformedRows, by_reason, file_rows, first_readable
+from eagle3.text.rows import (
+    KINDS,
+    LISTED,
+    UNKNOWN_ROLE,
+    MalformedRow,
+    MalformedRows,
+    by_reason,
+    file_rows,
+    first_readable,
+)
 from eagle3.text.standard_library import SOURCES
 
 FORMS = "`messages` (role, content), `conversations` (from, value), `instruction` and `output`, or `text`"
@@ -104,7 +113,7 @@ def iterate_conversations(
             else first_readable(_local_rows(source), _conversation, remaining)
         )
         for origin, row in rows:
-            if isinstance(row, Malformed):
+            if isinstance(row, MalformedRow):
                 malformed.add(origin, row)
                 if count == start and malformed.refused and (malformed.counts - old_flaws).total() == LISTED:
                     break  # the whole source has a different form
@@ -169,7 +178,7 @@ def _local_rows(source: str) -> Iterator[tuple[str, Any]]:
 
 
 def _conversation(origin: str, row: Any) -> Conversation:
-    if isinstance(row, Malformed):
+    if isinstance(row, MalformedRow):
         raise row
     _require(row, dict, "not an object", "the row", f"an object with {FORMS}")
     key = next((key for key in ("messages", "conversations") if row.get(key) is not None), None)
@@ -184,7 +193,7 @@ def _conversation(origin: str, row: Any) -> Conversation:
     if row.get("text") is not None:
         _require(row["text"], str, "text: not a string", "text", "a string")
         return Conversation(origin, None, row["text"])
-    raise Malformed(
+    raise MalformedRow(
         "none of the forms that are read",
         f"the row has the keys {shown(sorted(row), 200)} and none of {FORMS}",
     )
@@ -195,7 +204,7 @@ def _alpaca_turns(row: dict) -> list[dict]:
     for key in ("instruction", "input", "output"):
         _require(row.get(key) or "", str, f"{key}: not a string", key, "a string")
     if row.get("history"):
-        raise Malformed("history: not read", "history: earlier turns are not read in this form; write `messages`")
+        raise MalformedRow("history: not read", "history: earlier turns are not read in this form; write `messages`")
     question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
     return [{"from": "user", "value": question}, {"from": "assistant", "value": row["output"]}]
 
@@ -203,7 +212,7 @@ def _alpaca_turns(row: dict) -> list[dict]:
 def _require(value: Any, kind: type, reason: str, where: str, expected: str) -> None:
     """Raises Malformed if the value is not an instance of `kind`."""
     if not isinstance(value, kind):
-        raise Malformed(reason, f"{where} is {shown(value)}, not {expected}")
+        raise MalformedRow(reason, f"{where} is {shown(value)}, not {expected}")
 
 
 def _message(where: str, message: Any) -> dict:
@@ -213,7 +222,7 @@ def _message(where: str, message: Any) -> dict:
     name = message.get(role_key)
     role = ROLES.get(name.lower()) if isinstance(name, str) else None
     if role is None:
-        raise Malformed(UNKNOWN_ROLE, f"{where}: unknown role {shown(name)}, none of {KNOWN_ROLES}")
+        raise MalformedRow(UNKNOWN_ROLE, f"{where}: unknown role {shown(name)}, none of {KNOWN_ROLES}")
     standard_keys = (role_key, content_key, *REASONING_KEYS, "tool_calls")
     extras = {key: value for key, value in message.items() if key not in standard_keys and value is not None}
     if reasoning := _reasoning(where, message):
@@ -223,7 +232,7 @@ def _message(where: str, message: Any) -> dict:
         extras["tool_calls"] = [_tool_call(f"{where}: tool_calls", call) for call in calls]
     content = message.get(content_key)
     if content is None and not (role == "assistant" and extras):
-        raise Malformed("a message without content", f"{where} has no {content_key}")
+        raise MalformedRow("a message without content", f"{where} has no {content_key}")
     return {"role": role, "content": "" if content is None else _content(where, content), **extras}
 
 
@@ -234,7 +243,7 @@ def _content(where: str, content: Any) -> str:
     _require(content, list, reason, f"{where}: content", "a string or a list of text parts")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise Malformed(reason, f"{where}: content part {shown(part)} is not text")
+            raise MalformedRow(reason, f"{where}: content part {shown(part)} is not text")
     return "".join(part["text"] for part in content)
 
 
@@ -244,7 +253,7 @@ def _reasoning(where: str, message: dict) -> str | None:
     for key, value in values.items():
         _require(value, str, f"{key}: not a string", f"{where}: {key}", "a string")
     if len(set(values.values())) > 1:
-        raise Malformed(
+        raise MalformedRow(
             "reasoning under several names", f"{where}: {' and '.join(values)} differ, and only one can be used"
         )
     return next(iter(values.values()), None)
@@ -261,7 +270,7 @@ def _parsed(where: str, key: str, value: Any) -> Any:
     try:
         return parse_json(value) if value.strip() else None
     except json.JSONDecodeError as error:
-        raise Malformed(
+        raise MalformedRow(
             f"{key}: not valid JSON", f"{where}{key} {shown(value)} is not valid JSON ({error.msg})"
         ) from error
 
@@ -270,14 +279,14 @@ def _tool_call(where: str, call: Any) -> dict:
     """Convert a call so that its arguments are an object, as chat templates and serving engines expect. In OpenAI's
     form they are a JSON string. Raises Malformed."""
     if not isinstance(call, dict):
-        raise Malformed("tool_calls: not a call", f"{where}: {shown(call)} is not an object")
+        raise MalformedRow("tool_calls: not a call", f"{where}: {shown(call)} is not an object")
     if isinstance(call.get("function"), dict):
         outer, inner = call, call["function"]
     else:
         outer = {"type": "function", **{key: call[key] for key in ("id",) if key in call}}
         inner = {key: value for key, value in call.items() if key not in ("id", "type")}
     if not (isinstance(inner.get("name"), str) and inner["name"]):
-        raise Malformed("tool_calls: not a call", f"{where}: {shown(call)} names no function")
+        raise MalformedRow("tool_calls: not a call", f"{where}: {shown(call)} names no function")
     if isinstance(inner.get("arguments"), str):
         inner = {**inner, "arguments": _parsed(f"{where}: ", "arguments", inner["arguments"]) or {}}
     return {**outer, "function": inner}
@@ -289,7 +298,7 @@ def _tools(tools: Any) -> list | None:
     tools = _parsed("", "tools", tools)
     tools = [_parsed("", "tools", tool) for tool in tools] if isinstance(tools, list) else tools
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise Malformed("tools: not a list of schemas", f"tools is {shown(tools)}, not a list of tool schemas")
+        raise MalformedRow("tools: not a list of schemas", f"tools is {shown(tools)}, not a list of tool schemas")
     return [_tool(tool) for tool in tools or []] or None
 
 

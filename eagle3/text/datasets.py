@@ -22,7 +22,7 @@ from eagle3.errors import UserError
 from eagle3.hub import require_hub
 from eagle3.parsing import parse_json
 from eagle3.text.cache import found, replacing_folder
-from eagle3.text.rows import Malformed, Row, first_readable, plain_row
+from eagle3.text.rows import MalformedRow, Row, first_readable, plain_row
 
 # owner/name, or the bare name of an early hub dataset; optionally followed by a split and a revision.
 DATASET = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w-][\w.-]*)?)(:(?P<split>\w+))?(@(?P<revision>[\w./-]+))?")
@@ -83,7 +83,7 @@ def downloaded_rows(
     folder: Path | None,
     report: Callable[[str], None],
     parse: Callable[[str, Any], Row],
-) -> Iterator[tuple[str, Row | Malformed]]:
+) -> Iterator[tuple[str, Row | MalformedRow]]:
     """Yield (origin, result of `parse`) for the rows that the source's `convert` keeps, up to the `limit`-th readable
     one, or for all if `limit` is None.
 
@@ -107,7 +107,7 @@ def downloaded_rows(
         return
     report(f"{source.source}: read from {copy}; delete it to download the rows anew")
     with (copy / ROWS).open(encoding="utf-8") as lines:
-        copied = ((origin, Malformed(*flaw) if flaw else row) for origin, row, *flaw in map(parse_json, lines))
+        copied = ((origin, MalformedRow(*flaw) if flaw else row) for origin, row, *flaw in map(parse_json, lines))
         yield from first_readable(copied, parse, limit)
 
 
@@ -117,8 +117,8 @@ def _written(rows: Iterable[tuple[str, Any]], lines: TextIO) -> Iterator[tuple[s
         yield origin, row
 
 
-def _line(origin: str, row: dict | Malformed) -> str:
-    if isinstance(row, Malformed):  # the row may be nested too deeply for JSON
+def _line(origin: str, row: dict | MalformedRow) -> str:
+    if isinstance(row, MalformedRow):  # the row may be nested too deeply for JSON
         return json.dumps([origin, None, row.reason, row.detail]) + "\n"
     for column, value in row.items():
         try:
@@ -134,7 +134,7 @@ def _converted(source: DatasetSource, report: Callable[[str], None]) -> Iterator
     try:
         for number, row in enumerate(_streamed(source, report), 1):
             plain = plain_row(row)
-            conversation = plain if isinstance(plain, Malformed) else source.convert(plain)
+            conversation = plain if isinstance(plain, MalformedRow) else source.convert(plain)
             if conversation is None:
                 left_out += 1
             else:

@@ -39,7 +39,7 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return json.dumps([type(tokenizer).__name__, code, tokenizer.get_vocab()], sort_keys=True)
 
 
-class Problem(NamedTuple):
+class EncodingProblem(NamedTuple):
     kind: Literal["unusable", "too_long", "too_large"]
     reason: str  # without anything from the sample itself, so that problems can be counted by reason
     detail: str = ""  # about this sample
@@ -51,7 +51,7 @@ class Outcome(NamedTuple):
     ids: np.ndarray | None = None  # int32 [T]; still whole if the text is to be split
     loss_mask: np.ndarray | None = None  # bool [T]
     truncated: bool = False
-    problem: Problem | None = None
+    problem: EncodingProblem | None = None
     empty_answers: int = 0  # how many of its answers are empty
 
 
@@ -72,11 +72,11 @@ class SampleEncoder:
         longest = max(LONGEST_ROW, LONGEST_TOKEN * self.max_length)
         if (characters := conversation.characters) > longest:
             reason = f"more than {longest:,} characters in one row"
-            return Outcome(problem=Problem("too_large", reason, f"{characters:,} characters"))
+            return Outcome(problem=EncodingProblem("too_large", reason, f"{characters:,} characters"))
         try:
             encoded = encode_conversation(self.tokenizer, conversation, self.chat_template, self.choices)
         except Unusable as refusal:
-            return Outcome(problem=Problem("unusable", str(refusal)))
+            return Outcome(problem=EncodingProblem("unusable", str(refusal)))
         length = len(encoded.ids)
         too_long = length > self.max_length
         if too_long and self.too_long != "truncate":
@@ -85,16 +85,16 @@ class SampleEncoder:
                 if conversation.messages is None and self.choices.text == "plain":
                     return Outcome(encoded.ids, encoded.loss_mask)
                 reason += ", and a piece of a conversation would lack its question"
-            return Outcome(problem=Problem("too_long", reason, f"{length} tokens"))
+            return Outcome(problem=EncodingProblem("too_long", reason, f"{length} tokens"))
         if length < 2:
-            return Outcome(problem=Problem("unusable", "fewer than two tokens"))
+            return Outcome(problem=EncodingProblem("unusable", "fewer than two tokens"))
         ids, loss_mask = encoded.ids[: self.max_length], encoded.loss_mask[: self.max_length]
         # A supervised token teaches the draft what follows it, so the last token alone teaches nothing.
         if not loss_mask[:-1].any():
             flaw = (
                 "all supervised tokens are cut off" if too_long else "no supervised token is followed by another token"
             )
-            return Outcome(problem=Problem("unusable", flaw))
+            return Outcome(problem=EncodingProblem("unusable", flaw))
         return Outcome(
             ids, loss_mask, too_long, empty_answers=sum(start < self.max_length for start in encoded.empty_answers)
         )

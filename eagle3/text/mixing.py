@@ -13,7 +13,7 @@ from eagle3.text.samples import SampleSet
 MOST_TIMES = 1000  # most repetitions of a sample in an epoch
 
 
-class Part(NamedTuple):
+class MixedPart(NamedTuple):
     """A source in a set of samples that holds the sources one after another. By default, an epoch takes every sample
     once."""
 
@@ -45,7 +45,7 @@ class Mixture(NamedTuple):
     sources: list[Mixed]
 
 
-def mixture(samples: SampleSet, parts: Sequence[Part], seed: int) -> Mixture:
+def mixture(samples: SampleSet, parts: Sequence[MixedPart], seed: int) -> Mixture:
     """An epoch's samples, in the order of the sources. The same for the same samples and seed. Raises UserError if a
     source gets none. samples: some of the stored samples of a set (others are held out)."""
     bounds, draws = np.cumsum([0, *(part.stored for part in parts)]), samples.draws(seed, b"mixture")

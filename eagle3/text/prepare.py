@@ -26,8 +26,8 @@ from eagle3.text.cache import Unresumable, found, replacing_folder
 from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, iterate_conversations
 from eagle3.text.encode import (
+    EncodingProblem,
     Outcome,
-    Problem,
     SampleEncoder,
     encode_all,
     split,
@@ -67,7 +67,7 @@ class Summary:
     def of(
         cls,
         outcomes: Sequence[Outcome],
-        problems: Sequence[tuple[str, Problem]],
+        problems: Sequence[tuple[str, EncodingProblem]],
         samples: Sequence[tuple[np.ndarray, np.ndarray]],
     ) -> "Summary":
         """The summary of some rows, their problems, each with its row's origin, and the samples made of them."""
@@ -224,7 +224,7 @@ def _write(
         "too_long": [encoder.too_long],
         "too_large": [encoder.too_long, encoder.malformed],
     }
-    fatal: list[tuple[str, Problem]] = []
+    fatal: list[tuple[str, EncodingProblem]] = []
     # A tokenizer that is the checkpoint's own code cannot be sent to another process.
     processes = useful_processes(contents.rows, contents.characters, workers) if encoder.tokenizer.is_fast else 1
     with SampleWriter(folder, summary.kept, summary.tokens) as writer, progress.also_between():
@@ -326,7 +326,7 @@ def _tell_unshown(contents: Contents, encoder: SampleEncoder, report: Callable[[
         )
 
 
-def _refusal(fatal: list[tuple[str, Problem]]) -> Unresumable:
+def _refusal(fatal: list[tuple[str, EncodingProblem]]) -> Unresumable:
     """The error for the first problem, with the number of problems of its kind."""
     origin, problem = fatal[0]
     count = sum(other.kind == problem.kind for _, other in fatal)

@@ -24,7 +24,7 @@ UNKNOWN_ROLE = "unknown role"
 Row = TypeVar("Row")
 
 
-class Malformed(Exception):
+class MalformedRow(Exception):
     """A row that cannot be used; raised, or put in the row's place.
 
     reason: what is wrong, without anything from the row itself, so that rows can be counted by reason
@@ -55,7 +55,7 @@ class MalformedRows:
     def refused(self) -> bool:
         return bool(self.counts) and not self.drop
 
-    def add(self, origin: str, flaw: Malformed) -> None:
+    def add(self, origin: str, flaw: MalformedRow) -> None:
         self.counts[flaw.reason] += 1
         self.examples.setdefault(flaw.reason, origin)
         if len(self.first) < LISTED:
@@ -94,7 +94,7 @@ def others(counts: Counter[str], top_reasons: list[tuple[str, int]]) -> list[str
 
 def first_readable(
     rows: Iterable[tuple[str, Any]], parse: Callable[[str, Any], Row], limit: int | None
-) -> Iterator[tuple[str, Row | Malformed]]:
+) -> Iterator[tuple[str, Row | MalformedRow]]:
     """Yield (origin, result) for each row. The result is what `parse` returns, or the Malformed that it raises.
 
     Ends after the `limit`-th readable row, or when there are no more rows.
@@ -104,7 +104,7 @@ def first_readable(
         try:
             result = parse(origin, row)
             readable += 1
-        except Malformed as flaw:
+        except MalformedRow as flaw:
             result = flaw
         yield origin, result
         if readable == limit:
@@ -144,7 +144,7 @@ def _line_rows(path: Path) -> Iterator[tuple[str, Any]]:
             if len(line) == MOST_CHARACTERS and line[-1] != "\n":
                 while (rest := lines.readline(MOST_CHARACTERS)) and rest[-1] != "\n":
                     pass
-                yield f"{path}:{number}", Malformed(f"a line of {MOST_CHARACTERS:,} characters or more")
+                yield f"{path}:{number}", MalformedRow(f"a line of {MOST_CHARACTERS:,} characters or more")
             elif line.strip():
                 yield f"{path}:{number}", _value(line.rstrip())
 
@@ -166,7 +166,7 @@ def _value(text: str, lines: bool = False) -> Any:
         reason, flaw = "not valid JSON", error
     where = f"line {flaw.lineno}, column {flaw.colno}" if lines else f"column {flaw.colno}"
     excerpt = shown(text[max(flaw.pos - flaw.colno + 1, flaw.pos - 20) : flaw.pos + 20].strip())
-    return Malformed(reason, f"{reason} ({where}: {flaw.msg}, near {excerpt})")
+    return MalformedRow(reason, f"{reason} ({where}: {flaw.msg}, near {excerpt})")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -181,7 +181,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
             return map(plain_row, batch.to_pylist())
         except flaws as error:
             if len(batch) == 1:
-                return iter([Malformed("a value that cannot be read", f"a value that cannot be read ({error!s:.100})")])
+                return iter(
+                    [MalformedRow("a value that cannot be read", f"a value that cannot be read ({error!s:.100})")]
+                )
             return chain.from_iterable(rows_of(batch.slice(index, 1)) for index in range(len(batch)))
 
     try:
@@ -193,13 +195,13 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise UserError(f"{path}: not a readable parquet file ({error!s:.200}); fix or convert it") from error
 
 
-def plain_row(row: dict) -> dict | Malformed:
+def plain_row(row: dict) -> dict | MalformedRow:
     """Remove the nulls from an Arrow row. Returns Malformed if the row is nested too deeply.
 
     Arrow gives each row every key that occurs in the column, and a template would treat the missing ones as present.
     """
     if is_too_deep(row):
-        return Malformed(f"nested deeper than {DEEPEST} levels")
+        return MalformedRow(f"nested deeper than {DEEPEST} levels")
     return _without_nulls(row)
 
 

@@ -24,7 +24,7 @@ from eagle3.finite import is_finite
 from eagle3.parallel.topology import agreed
 from eagle3.patches import collect_failures, plain_loads
 from eagle3.training import safe_loading
-from eagle3.training.manifest import MANIFEST, Manifest, finished
+from eagle3.training.manifest import MANIFEST, CheckpointManifest, finished
 from eagle3.training.safe_loading import require_plain
 
 # How long the first rank waits to see the other nodes' files, since network file systems cache listings.
@@ -93,7 +93,7 @@ class Checkpoints:
 
             try:
                 agreed(require_written)  # publish only once every rank has written its part
-                agreed(lambda: self._finish(partial, Sizes.of(engine), step, best_step), first)
+                agreed(lambda: self._finish(partial, WrittenSizes.of(engine), step, best_step), first)
             except UserError as error:
                 free = shutil.disk_usage(self.folder).free / 2**30
                 dist.barrier()
@@ -104,7 +104,7 @@ class Checkpoints:
                     "with --resume"
                 ) from error
 
-    def _finish(self, partial: Path, sizes: "Sizes", step: int, best_step: int | None) -> None:
+    def _finish(self, partial: Path, sizes: "WrittenSizes", step: int, best_step: int | None) -> None:
         """Publishes the files of all ranks under their final name, then removes checkpoints that are no longer kept."""
         _await_files(partial, sizes)
         try:
@@ -112,7 +112,7 @@ class Checkpoints:
             for path in files:
                 flush(path)
             digests = {path.relative_to(partial).as_posix(): file_digest(path) for path in files}
-            Manifest(run=self.run, files=digests).write(partial)
+            CheckpointManifest(run=self.run, files=digests).write(partial)
             _remove(self.path(step))  # left by a run that was resumed from an earlier step
             publish(partial, self.path(step))
         except OSError as error:
@@ -160,7 +160,7 @@ class Checkpoints:
     def _problem(self, path: Path) -> str | None:
         """Why this checkpoint cannot be loaded, or None if it can."""
         with waiting(self.say, f"checking {path}"):
-            manifest = Manifest.read(path)
+            manifest = CheckpointManifest.read(path)
             return manifest.problem(path, self.run) if manifest else f"{MANIFEST} is missing or damaged"
 
     def _load(self, engine: DeepSpeedEngine, path: Path) -> Resumed:
@@ -171,7 +171,7 @@ class Checkpoints:
                 _converted(path) as universal,
             ):
                 return _read(engine, universal, path)
-        if (written := _sizes(path)) != (here := Sizes.of(engine)):
+        if (written := _sizes(path)) != (here := WrittenSizes.of(engine)):
             raise SharedUserError(
                 f"{path}: written by {written.processes} processes (parallelism.tensor {written.tensor}), this job has "
                 f"{here.processes} (parallelism.tensor {here.tensor}); start as many as before, in the same way"
@@ -182,7 +182,7 @@ class Checkpoints:
 
 def written_otherwise(folder: Path, processes: int, tensor: int) -> bool:
     """Whether `folder` has a checkpoint written by a different number of processes or tensor-parallel ranks."""
-    return any(_sizes(path) != Sizes(processes, tensor) for path in finished(folder))
+    return any(_sizes(path) != WrittenSizes(processes, tensor) for path in finished(folder))
 
 
 def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:
@@ -289,7 +289,7 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _await_files(partial: Path, sizes: "Sizes") -> None:
+def _await_files(partial: Path, sizes: "WrittenSizes") -> None:
     """Waits until this node sees all nodes' files, which must all be in the manifest. Raises UserError if they do not
     appear."""
     until = time.monotonic() + SEEN_SECONDS
@@ -302,19 +302,19 @@ def _await_files(partial: Path, sizes: "Sizes") -> None:
         time.sleep(0.1)
 
 
-class Sizes(NamedTuple):
+class WrittenSizes(NamedTuple):
     """The numbers that DeepSpeed's files depend on. The files can only be read with the same numbers."""
 
     processes: int
     tensor: int
 
     @classmethod
-    def of(cls, engine: DeepSpeedEngine) -> "Sizes":
+    def of(cls, engine: DeepSpeedEngine) -> "WrittenSizes":
         return cls(dist.get_world_size(), engine.mpu.get_model_parallel_world_size())
 
 
-def _sizes(path: Path) -> Sizes:
-    return Sizes(len(list(path.glob("*_optim_states.pt"))), len(list(path.glob("mp_rank_*_model_states.pt"))))
+def _sizes(path: Path) -> WrittenSizes:
+    return WrittenSizes(len(list(path.glob("*_optim_states.pt"))), len(list(path.glob("mp_rank_*_model_states.pt"))))
 
 
 def _random_state() -> dict[str, Any]:

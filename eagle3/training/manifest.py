@@ -25,7 +25,7 @@ def _inside(name: str) -> str:
     return name
 
 
-class Manifest(BaseModel, strict=True):
+class CheckpointManifest(BaseModel, strict=True):
     """The list of a checkpoint's files and their digests."""
 
     run: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]  # identity of the run that wrote the checkpoint
@@ -36,7 +36,7 @@ class Manifest(BaseModel, strict=True):
         write_text(checkpoint / MANIFEST, json.dumps(self.model_dump(), indent=1))
 
     @classmethod
-    def read(cls, checkpoint: Path) -> "Manifest | None":
+    def read(cls, checkpoint: Path) -> "CheckpointManifest | None":
         """Reads a checkpoint's manifest. None if it is missing or damaged, or does not list every file that a
         checkpoint needs."""
         if not (checkpoint / MANIFEST).is_file():

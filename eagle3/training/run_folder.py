@@ -21,7 +21,7 @@ from eagle3.recipe.loading import dump_recipe, leaves
 from eagle3.recipe.schema import Recipe
 from eagle3.sealed import DAMAGE, read_sealed, sealed
 from eagle3.training.claim import CLAIM, Claim
-from eagle3.training.manifest import Manifest, finished
+from eagle3.training.manifest import CheckpointManifest, finished
 from eagle3.training.metrics_file import read_records
 
 # Keys that may change when a run is resumed. They affect what is reported or kept, or which rank computes what. Only
@@ -95,7 +95,9 @@ class RunFolder:
             return token_hex(16)
         known = self.identity.read_bytes().decode("ascii", "replace").strip() if self.identity.is_file() else ""
         if not re.fullmatch("[0-9a-f]{32}", known):
-            written = {manifest.run for path in finished(self.checkpoints) if (manifest := Manifest.read(path))}
+            written = {
+                manifest.run for path in finished(self.checkpoints) if (manifest := CheckpointManifest.read(path))
+            }
             raise UserError(
                 f"{self.identity}: {'damaged' if self.identity.exists() else 'is missing'}; write into it what "
                 "manifest.json of this run's checkpoints has as run "

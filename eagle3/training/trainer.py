@@ -23,7 +23,7 @@ from eagle3.parallel.topology import Topology, agreed, require_agreement
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.patches import NormLimit, StepOutcome
 from eagle3.recipe.schema import Recipe, Training
-from eagle3.states.loader import Drawn, LoadedStream, StreamLoader, draw_batch
+from eagle3.states.loader import DrawnSample, LoadedStream, StreamLoader, draw_batch
 from eagle3.training.checkpoint import Checkpoints, Resumed, other_data
 from eagle3.training.engine import gradient_scale
 from eagle3.training.run_folder import RunFolder
@@ -165,7 +165,7 @@ class Trainer:
             self.console.warn(f"kernels have changed since step {resumed.step}, so rounding differs ({changed})")
         self.course.kernels = kernels
 
-    def _batch(self, step: int) -> list[Drawn]:
+    def _batch(self, step: int) -> list[DrawnSample]:
         return draw_batch(step, len(self.train_loader.samples), self.training.global_batch_size, self.recipe.data.seed)
 
     def _tracker(self) -> Tracker:
@@ -243,7 +243,7 @@ class Trainer:
         progress = Progress(self.console, "measuring on held-out samples", count, "samples")
         for start in range(0, count, size):
             self.watchdog.at(f"the held-out measurement of step {step}, from sample {start}")
-            batch = [Drawn(index, epoch=0) for index in range(start, min(start + size, count))]
+            batch = [DrawnSample(index, epoch=0) for index in range(start, min(start + size, count))]
             streams = loader.load(batch, accumulation=1)
             for stream in streams:
                 distilled = self._without_gradients(stream)

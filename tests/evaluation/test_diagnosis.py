@@ -17,7 +17,7 @@ from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
 from eagle3.evaluation.diagnosis import Diagnosis, Measured, diagnose, measuring
 from eagle3.evaluation.evidence import evidence_of
-from eagle3.evaluation.known_faults import HEAD, Reading, Surroundings, layers_to_keep
+from eagle3.evaluation.known_faults import HEAD, DraftReading, Surroundings, layers_to_keep
 from eagle3.evaluation.teacher_forced import ForcedDrafts, WrittenText
 
 PROMPTS = 12
@@ -27,11 +27,11 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 class Specimen(NamedTuple):
     """A sound draft, and what its diagnosis needs."""
 
-    reading: Reading
+    reading: DraftReading
     around: Surroundings
-    measure: Callable[[Reading], Measured]
+    measure: Callable[[DraftReading], Measured]
 
-    def diagnosed(self, reading: Reading) -> Diagnosis:
+    def diagnosed(self, reading: DraftReading) -> Diagnosis:
         return diagnose(reading, self.around, chr, self.measure, DRAFT_TOKENS, lambda line: None)
 
 
@@ -43,7 +43,7 @@ def specimen(folder, topology, **shape) -> Specimen:
     texts = [written_text(target, prompt, NEW_TOKENS, keep) for prompt in prompts]
     head = target.head
     return Specimen(
-        Reading(read_exported(folder), texts),
+        DraftReading(read_exported(folder), texts),
         Surroundings(head.embedding, {}),
         measuring(head, topology.modules_alone, DRAFT_TOKENS),
     )

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
-from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Drawn, Sampled, Sampling, Verification
+from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, DrawnTokens, Sampled, Sampling, Verification
 from eagle3.evaluation.drafter import ChainDrafter, untrained_draft
 from eagle3.evaluation.speculative import chain_drafter, decode_conversations, plain_decoding, speculative
 from eagle3.targets.transformers import TransformersTarget
@@ -26,7 +26,7 @@ LIKELY, UNLIKELY = 1e-3, 1e-6
 class KeepsAll(Sampled):
     """Wrong: every draft is kept."""
 
-    def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
+    def verify(self, proposal: DrawnTokens, logits: Tensor) -> Verification:
         drafts = proposal.tokens.tolist()
         return Verification(drafts, len(drafts), drafts + self.draw(logits[-1:]).tokens.tolist())
 
@@ -34,7 +34,7 @@ class KeepsAll(Sampled):
 class WithoutResidual(Sampled):
     """Wrong: a rejected draft is replaced by a draw from p, instead of from what q left of p."""
 
-    def verify(self, proposal: Drawn, logits: Tensor) -> Verification:
+    def verify(self, proposal: DrawnTokens, logits: Tensor) -> Verification:
         drafts, accepted, tokens = super().verify(proposal, logits)
         return Verification(
             drafts, accepted, tokens[:accepted] + self.draw(logits[accepted : accepted + 1]).tokens.tolist()

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
-from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Drawn, Sampling
+from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, DrawnTokens, Sampling
 from eagle3.evaluation.drafter import NewDrafter, untrained_draft
 from eagle3.evaluation.results import SpeculativeResult
 from eagle3.evaluation.speculative import TargetSession, chain_drafter, decode_conversations, plain_decoding
@@ -94,7 +94,7 @@ class TargetDrafter:
         self.logits = self.session.forward(tokens, rows=1)
         self.read += len(tokens)
 
-    def propose(self, count: int, rule: AcceptanceRule) -> Drawn:
+    def propose(self, count: int, rule: AcceptanceRule) -> DrawnTokens:
         logits, drawn = self.logits, []
         for _ in range(count):
             drawn.append(rule.draw(logits))
@@ -102,7 +102,7 @@ class TargetDrafter:
         self.session.cache.crop(-count)
         tokens = (torch.cat([each.tokens for each in drawn]) + self.shift) % self.vocab_size
         sampled = drawn[0].probabilities is not None
-        return Drawn(tokens, torch.cat([each.probabilities for each in drawn]) if sampled else None)
+        return DrawnTokens(tokens, torch.cat([each.probabilities for each in drawn]) if sampled else None)
 
 
 def decode(target: TransformersTarget, drafter: NewDrafter, prompts: list[Tensor], sampling: Sampling):

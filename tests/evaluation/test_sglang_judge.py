@@ -19,12 +19,12 @@ from eagle3.console import Warned
 from eagle3.draft.interchange import export_draft, read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.evaluation.acceptance import Decoding, Drawn
+from eagle3.evaluation.acceptance import Decoding, DrawnTokens
 from eagle3.evaluation.drafter import ChainDrafter, load_draft
 from eagle3.evaluation.results import CountedConversation, SpeculativeResult
 from eagle3.evaluation.sglang_judge import (
     DraftTree,
-    Logits,
+    LogitFacts,
     TimedAnswer,
     compare_by_server,
     count_conversation,
@@ -49,7 +49,7 @@ from eagle3.targets.transformers import TransformersTarget, load_target
 pytestmark = pytest.mark.sglang
 
 STEPS, NEW_TOKENS, CONTEXT = 3, 40, 512
-LOGITS = Logits(torch.float32, layers=6, vocab_size=VOCABULARY)
+LOGITS = LogitFacts(torch.float32, layers=6, vocab_size=VOCABULARY)
 
 
 @dataclass(frozen=True)
@@ -273,12 +273,12 @@ class Followed:
         self.tokens, self.topk, self.accepted, self.off = list(tokens), topk, 0, False
         self.target_ids = d2t + torch.arange(len(d2t))
 
-    def draw(self, logits: Tensor) -> Drawn:
+    def draw(self, logits: Tensor) -> DrawnTokens:
         best = logits[0].topk(self.topk).indices
         on = [each for each in best if self.target_ids[each] == self.tokens[0]]
         self.tokens, self.off = self.tokens[1:], self.off or not on
         self.accepted += not self.off
-        return Drawn(on[0][None] if on else best[:1], None)
+        return DrawnTokens(on[0][None] if on else best[:1], None)
 
 
 def test_a_tree_under_a_window_accepts_as_the_definition_says(decoded, windowed):

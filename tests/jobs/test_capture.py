@@ -25,7 +25,7 @@ from eagle3.jobs.provenance import provenance, store_provenance
 from eagle3.recipe.loading import load_recipe
 from eagle3.states.capture import ROUND_BATCHES, Wanted, disk_need, prefill_batches, require_disk, wanted_samples
 from eagle3.states.store.check import check_store
-from eagle3.states.store.folder import MANIFEST, Manifest
+from eagle3.states.store.folder import MANIFEST, StoreManifest
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.states.store.shard import Encoding, taught_rows
 from eagle3.states.store.writer import StoreWriter
@@ -45,7 +45,7 @@ def command(recipe: Path, store: Path, *arguments: str) -> tuple[str, ...]:
 
 def test_a_store_in_which_nothing_was_captured_binds_to_no_settings(tmp_path, recipe):
     """A capture that was refused may have left its manifest."""
-    create_text(tmp_path / MANIFEST, Manifest({"dtype": "bfloat16", "codec": "none"}, {}).dump())
+    create_text(tmp_path / MANIFEST, StoreManifest({"dtype": "bfloat16", "codec": "none"}, {}).dump())
     finish(launch(*command(recipe, tmp_path)))
     output = finish(launch(*command(recipe, tmp_path, "hidden_states.codec=fp8")), code=2)
     assert "was captured with codec='none', this run has 'fp8'" in output and "Traceback" not in output

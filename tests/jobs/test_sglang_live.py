@@ -35,7 +35,7 @@ from tiny_run import deepspeed, finish, launch, make_target, metrics, write_reci
 from eagle3.errors import UserError
 from eagle3.jobs.target_probe import probe_document, require_same_target
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
-from eagle3.states.loader import Reading, SpooledSource
+from eagle3.states.loader import SampleReading, SpooledSource
 from eagle3.states.rows import Rows
 from eagle3.states.spool import Spool, SpoolReader, spool_bytes
 from eagle3.states.store.files import LocalFiles
@@ -246,7 +246,10 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
         plans = [plan_sequence(stream, 3, SequenceSharding(2, 1, "zigzag", "supervised"), rank) for rank in range(2)]
         requested = [[by_document(stream, plan.rows), by_document(stream, plan.teacher)] for plan in plans]
         masks = [one.loss_mask for one in samples]
-        live = [source.rows([Reading(*each) for each in zip(samples, masks, *rows, strict=True)]) for rows in requested]
+        live = [
+            source.rows([SampleReading(*each) for each in zip(samples, masks, *rows, strict=True)])
+            for rows in requested
+        ]
         producer.close()
     stores = []
     for rank in range(2):

@@ -39,7 +39,7 @@ from eagle3.kernels.choice import (
 from eagle3.kernels.loss import prove_loss
 from eagle3.kernels.own import prove_own
 from eagle3.kernels.pointwise import prove_pointwise
-from eagle3.kernels.proof import Demand, Verdict
+from eagle3.kernels.proof import KernelDemand, KernelVerdict
 from eagle3.objective.fused import FUSED
 from eagle3.objective.softmaxes import PLAIN
 
@@ -49,7 +49,7 @@ IN_TRITON = (torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
-def blocks(kind, *kernels, demand=DEMAND, timed=False) -> list[Verdict]:
+def blocks(kind, *kernels, demand=DEMAND, timed=False) -> list[KernelVerdict]:
     return prove_blocks(kind, kernels, demand, CPU, timed)
 
 
@@ -76,7 +76,7 @@ def test_a_wrong_attention_kernel_is_found_out_and_said_what_of(kind, fault, rea
     assert not verdict.right and reason in verdict.reason and verdict.error > 1
 
 
-def proved(of, kernel, topology, **changes) -> Verdict:
+def proved(of, kernel, topology, **changes) -> KernelVerdict:
     """The verdict on a kernel of the loss, of own keys or of position-wise work."""
     demand = replace(DEMAND, **changes)
     if of == LOSS:
@@ -211,9 +211,11 @@ def test_what_is_wrong_on_one_rank_is_used_on_none():
 
 
 def test_of_ranks_that_agree_the_slowest_one_counts():
-    tables = [{"full": [Verdict("a", 0.1, "", seconds), Verdict("b", 0.2, "", 2.0)]} for seconds in (1.0, 3.0)]
+    tables = [
+        {"full": [KernelVerdict("a", 0.1, "", seconds), KernelVerdict("b", 0.2, "", 2.0)]} for seconds in (1.0, 3.0)
+    ]
     assert [verdict.seconds for verdict in agreement(tables)["full"]] == [3.0, 2.0]
-    broken = [tables[0], {"full": [Verdict("a", float("inf"), "raised"), Verdict("b", 0.2, "", 2.0)]}]
+    broken = [tables[0], {"full": [KernelVerdict("a", float("inf"), "raised"), KernelVerdict("b", 0.2, "", 2.0)]}]
     assert not agreement(broken)["full"][0].right
     lacking = [tables[0], {"full": tables[1]["full"][1:]}]  # a rank without the package
     assert [verdict.kernel for verdict in agreement(lacking)["full"]] == ["b"]
@@ -222,7 +224,7 @@ def test_of_ranks_that_agree_the_slowest_one_counts():
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"full": []}', '{"full": [{"kernels": 1}]}', '{"full": 3}'])
 def test_verdicts_are_remembered_and_a_damaged_memory_is_made_anew(tmp_path, damage):
-    file, table, proofs = tmp_path / "new" / "verdicts.json", {"full": [Verdict("a", 0.5, "", 1e-3)]}, []
+    file, table, proofs = tmp_path / "new" / "verdicts.json", {"full": [KernelVerdict("a", 0.5, "", 1e-3)]}, []
 
     def prove():
         proofs.append(1)
@@ -281,7 +283,7 @@ def test_a_demand_is_of_one_ranks_heads(tensor, ulysses, heads, kv_heads):
         hidden_size=64, target_hidden_size=64, intermediate_size=96, num_attention_heads=8, num_key_value_heads=2,
         head_dim=8, vocab_size=100, draft_vocab_size=40, max_position_embeddings=64, window=9,
     )  # fmt: skip
-    demand = Demand.of(shape, tensor, ulysses, torch.bfloat16, steps=5)
+    demand = KernelDemand.of(shape, tensor, ulysses, torch.bfloat16, steps=5)
     assert (demand.heads, demand.kv_heads, demand.columns, demand.window) == (heads, kv_heads, 40 // tensor, 9)
     assert demand.own_heads == (8 // tensor, 2 // tensor)
 

@@ -30,7 +30,7 @@ from tiny_run import launch
 from eagle3.errors import UserError
 from eagle3.regeneration.answers import AnswerFile
 from eagle3.regeneration.endpoint import Endpoint, LeftOut, endpoint_urls, exposed, find_model
-from eagle3.regeneration.regenerate import Summary, regenerate
+from eagle3.regeneration.regenerate import RegenerationSummary, regenerate
 from eagle3.regeneration.turns import Generation, plan_of
 from eagle3.text.conversations import Conversation, read_conversations
 
@@ -212,7 +212,7 @@ def ask(
     timeout: float = HANG_SECONDS,
     lines=None,
     **changes,
-) -> Summary:
+) -> RegenerationSummary:
     source = write(out.with_name("prompts.jsonl"), *rows)
     conversations = read_conversations([source])
     generation = settings(**changes)

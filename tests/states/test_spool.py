@@ -20,7 +20,7 @@ from store_cases import sample
 
 from eagle3.errors import UserError
 from eagle3.parallel.sequence import SequenceSharding
-from eagle3.states.loader import Drawn, Reading, SpooledSource, StreamLoader
+from eagle3.states.loader import DrawnSample, SampleReading, SpooledSource, StreamLoader
 from eagle3.states.rows import Rows
 from eagle3.states.spool import (
     GONE,
@@ -406,7 +406,7 @@ def test_readers_of_a_stream_get_samples_in_their_own_order_and_the_last_one_fre
         sources = [SpooledSource(SpoolReader(spool.path, rank), spool.job, None) for rank in range(2)]
         rows = [[torch.arange(len(one.ids))[rank::2] for one in samples] for rank in range(2)]
         readings = [
-            [Reading(one, one.loss_mask, each, each) for one, each in zip(samples, of_rank, strict=True)]
+            [SampleReading(one, one.loss_mask, each, each) for one, each in zip(samples, of_rank, strict=True)]
             for of_rank in rows
         ]
         results: dict[int, list] = {}
@@ -453,7 +453,7 @@ def test_training_and_held_out_samples_never_meet_in_one_file(tmp_path):
         train = SpooledSource(SpoolReader(spool.path, 0), spool.job, ask)
         held_out, rows = train.beside(1), torch.arange(3)
         for source in (held_out, train, train, held_out):
-            assert torch.equal(source.rows([Reading(one, one.loss_mask, rows, rows)])[0].aux, states.aux[:3])
+            assert torch.equal(source.rows([SampleReading(one, one.loss_mask, rows, rows)])[0].aux, states.aux[:3])
         assert len(set(shards)) == 4
 
 
@@ -470,7 +470,7 @@ def test_of_a_sample_whose_spans_are_drawn_anew_only_the_drawn_ones_are_asked_fo
     with Spool(tmp_path) as spool:
         writer = hook_writer(spool)
 
-        def ask(ticket: Ticket, reading: Reading) -> None:
+        def ask(ticket: Ticket, reading: SampleReading) -> None:
             masks.append(reading.supervised)
             rows = WantedRows(reading.supervised, 5, 3)
             want(spool.path, ticket, rows)
@@ -490,7 +490,7 @@ def test_of_a_sample_whose_spans_are_drawn_anew_only_the_drawn_ones_are_asked_fo
             spans=spans,
         )
         for epoch in range(3):
-            ((_, _, (plan, rows)),) = [vars(each).values() for each in loader.load([Drawn(0, epoch)], 1)]
+            ((_, _, (plan, rows)),) = [vars(each).values() for each in loader.load([DrawnSample(0, epoch)], 1)]
             assert torch.equal(masks[-1], spans.draw(samples[0], epoch)) and int(masks[-1].sum()) <= 4
             assert torch.equal(rows.aux, states.aux[plan.rows])
             assert torch.equal(rows.teacher.values, states.teacher.values[plan.teacher])

@@ -26,13 +26,13 @@ from store_cases import (
 
 from eagle3.errors import UserError
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
-from eagle3.states.loader import Reading, StoredSource
+from eagle3.states.loader import SampleReading, StoredSource
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
 from eagle3.states.store.codecs import Fp8, chunk_rows
 from eagle3.states.store.files import DamagedStore
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.states.store.shard import Encoding, taught_rows
-from eagle3.states.store.writer import Part, StoreWriter
+from eagle3.states.store.writer import CapturePart, StoreWriter
 from eagle3.text.samples import Sample
 
 
@@ -203,8 +203,8 @@ def test_hidden_states_of_other_tokens_are_refused(tmp_path, change, part):
     samples = [Sample(one, ids, mask) for one, ids, mask, _ in (sample(number, tokens=50) for number in (6, 7, 8))]
     beginning = dataclasses.replace(samples[2], ids=samples[2].ids[:1], loss_mask=samples[2].loss_mask[:1])
 
-    def first_rows(*samples: Sample) -> list[Reading]:
-        return [Reading(one, one.loss_mask, torch.arange(1), nothing) for one in samples]
+    def first_rows(*samples: Sample) -> list[SampleReading]:
+        return [SampleReading(one, one.loss_mask, torch.arange(1), nothing) for one in samples]
 
     assert len(source.rows(first_rows(*samples, beginning))) == 4
     ids, mask = change(samples[1].ids, samples[1].loss_mask)
@@ -407,7 +407,7 @@ def write_one(path, encoding, *one) -> None:
 
 @pytest.mark.parametrize("counts", [(1,), (3,), (2, 3), (2, 2, 2)])
 def test_parts_share_the_samples_out_and_so_do_parts_of_parts(counts):
-    parts = [Part()]
+    parts = [CapturePart()]
     for count in counts:
         parts = [part.split(index, count) for part in parts for index in range(count)]
     everything = {sample_id(number) for number in range(601)}

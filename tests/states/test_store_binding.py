@@ -26,11 +26,14 @@ from eagle3.states.store.check import check_store, remove_flawed
 from eagle3.states.store.files import LocalFiles
 from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import ShardIndex, read_index, replace_index
-from eagle3.states.store.writer import Part, StoreWriter
+from eagle3.states.store.writer import CapturePart, StoreWriter
 
 Attempt = Callable[[Path, Path], None]
 NUMBERS = range(12)
-SHARES = {Part(0, 2): NUMBERS[:8], Part(1, 2): NUMBERS[8:]}  # two shards of the first job, one of the second
+SHARES = {
+    CapturePart(0, 2): NUMBERS[:8],
+    CapturePart(1, 2): NUMBERS[8:],
+}  # two shards of the first job, one of the second
 DIFFERENCES = {
     "target": "ffff",
     "aux_layers": [1, 3, 7],

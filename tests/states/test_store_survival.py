@@ -40,7 +40,7 @@ from eagle3.states.rows import Rows
 from eagle3.states.store.check import remove_flawed
 from eagle3.states.store.files import DamagedStore, LocalFiles
 from eagle3.states.store.shard import DATA_START, Encoding, read_index
-from eagle3.states.store.writer import Part, StoreWriter
+from eagle3.states.store.writer import CapturePart, StoreWriter
 
 
 def killed_at_byte(number: int, path: Path) -> None:
@@ -321,7 +321,7 @@ def refused(path: Path) -> None:
         StoreWriter(path, PROVENANCE, PLAIN)
 
 
-def write_beside(path: Path, part: Part, ready, go) -> None:
+def write_beside(path: Path, part: CapturePart, ready, go) -> None:
     with StoreWriter(path, PROVENANCE, PLAIN, shard_tokens=50, part=part) as writer:
         ready.release()
         go.wait()
@@ -332,7 +332,9 @@ def write_beside(path: Path, part: Part, ready, go) -> None:
 def test_two_writers_of_one_sample_leave_it_whole_and_a_repair_leaves_it_once(tmp_path):
     """Jobs that were split differently do not know about each other. Here they write every sample at the same time."""
     ready, go = FORK.Semaphore(0), FORK.Event()
-    writers = [FORK.Process(target=write_beside, args=(tmp_path, Part(0, count), ready, go)) for count in (1, 2, 3)]
+    writers = [
+        FORK.Process(target=write_beside, args=(tmp_path, CapturePart(0, count), ready, go)) for count in (1, 2, 3)
+    ]
     for writer in writers:
         writer.start()
     for _ in writers:
@@ -352,10 +354,10 @@ def test_two_writers_of_one_sample_leave_it_whole_and_a_repair_leaves_it_once(tm
 
 
 def test_a_writer_does_not_clear_away_what_a_living_one_is_writing(tmp_path):
-    with StoreWriter(tmp_path, PROVENANCE, PLAIN, part=Part(0, 2)) as living:
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN, part=CapturePart(0, 2)) as living:
         living.add(*sample(1))
         assert len(list(tmp_path.glob("*.partial"))) == 1
-        assert run(partial(write, tmp_path, [2], part=Part(1, 2))) == 0
+        assert run(partial(write, tmp_path, [2], part=CapturePart(1, 2))) == 0
         assert len(list(tmp_path.glob("*.partial"))) == 1
     assert_holds(tmp_path, [1, 2])
 
@@ -364,18 +366,18 @@ def test_a_store_opens_at_any_moment_while_others_write_into_it(tmp_path):
     """Readers, and writers that recover what others may have left, open the store between any two steps of publishing
     writers."""
 
-    def write_many(part: Part) -> None:
+    def write_many(part: CapturePart) -> None:
         with StoreWriter(tmp_path, PROVENANCE, PLAIN, shard_tokens=1, part=part) as writer:
             for number in filter(lambda number: number % 2 == part.index, range(120)):
                 writer.add(*sample(number))
 
-    write(tmp_path, [0], shard_tokens=1, part=Part(2, 3))
-    writers = [FORK.Process(target=write_many, args=(Part(index, 2),)) for index in range(2)]
+    write(tmp_path, [0], shard_tokens=1, part=CapturePart(2, 3))
+    writers = [FORK.Process(target=write_many, args=(CapturePart(index, 2),)) for index in range(2)]
     for writer in writers:
         writer.start()
     seen = [1]
     while any(writer.is_alive() for writer in writers):
-        write(tmp_path, [], part=Part(2, 3))
+        write(tmp_path, [], part=CapturePart(2, 3))
         seen.append(len(open_store(tmp_path).locations))
     for writer in writers:
         writer.join()
@@ -387,7 +389,7 @@ def test_a_store_opens_at_any_moment_while_others_write_into_it(tmp_path):
 def test_writers_that_begin_a_store_at_the_same_time_agree_on_what_it_is(tmp_path):
     def begin(count: int, target: str) -> None:
         try:
-            with StoreWriter(tmp_path, {**PROVENANCE, "target": target}, PLAIN, part=Part(0, count)) as writer:
+            with StoreWriter(tmp_path, {**PROVENANCE, "target": target}, PLAIN, part=CapturePart(0, count)) as writer:
                 writer.add(*sample(count))
         except UserError as error:
             sys.exit(3 if "captured with target=" in str(error) else 4)
@@ -448,8 +450,8 @@ def test_a_store_without_shards_may_become_another_one_unless_its_writer_lives(t
     """After `the disk cannot hold it; set hidden_states.codec to fp8`, the same folder can be used."""
     fp8 = Encoding("fp8", "float32", HIDDEN)
     refusal = pytest.raises(UserError, match="captured with codec='none', this run has 'fp8'")
-    with StoreWriter(tmp_path, PROVENANCE, PLAIN, part=Part(0, 2)), refusal:
-        StoreWriter(tmp_path, PROVENANCE, fp8, part=Part(1, 2))
+    with StoreWriter(tmp_path, PROVENANCE, PLAIN, part=CapturePart(0, 2)), refusal:
+        StoreWriter(tmp_path, PROVENANCE, fp8, part=CapturePart(1, 2))
     write(tmp_path, [1], fp8)
     with pytest.raises(UserError, match="captured with codec='fp8', this run has 'none'"):
         write(tmp_path, [1])

@@ -15,7 +15,7 @@ from eagle3.parallel.topology import Topology
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import wanted_samples
-from eagle3.states.store.writer import Part
+from eagle3.states.store.writer import CapturePart
 
 DRAFT_VOCABULARY = 200
 # What every recipe is run with: small data, one process, fp32.
@@ -46,7 +46,7 @@ def run_recipe(name: str, target: Path, folder: Path, topology: Topology) -> Rec
     samples = wanted_samples((job.inputs.train, job.inputs.held_out))
     console = Console(topology.is_first)
     with watched_capture(recipe, topology) as watchdog:
-        fill(job, samples, Part(0, 1), topology, console, watchdog)
+        fill(job, samples, CapturePart(0, 1), topology, console, watchdog)
     train(recipe, ZERO2, topology)
     return recipe
 

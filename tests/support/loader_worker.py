@@ -21,7 +21,7 @@ from torch import Tensor
 from eagle3.errors import SharedUserError
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream
 from eagle3.parallel.topology import require_agreement
-from eagle3.states.loader import Drawn, LiveSource, StoredSource, StreamLoader
+from eagle3.states.loader import DrawnSample, LiveSource, StoredSource, StreamLoader
 from eagle3.states.rows import Rows
 from eagle3.states.store.reader import HiddenStateStore
 from eagle3.targets.transformers import TransformersTarget, load_target
@@ -101,10 +101,10 @@ def sample_set(order: Sequence[int]) -> SampleSet:
     return SampleSet.pack([tuple(part.numpy() for part in documents[place]) for place in order])
 
 
-def batch_of(case: Case) -> list[Drawn]:
+def batch_of(case: Case) -> list[DrawnSample]:
     """The case's documents, as places among all documents sorted by id, no matter in which order a rank reads them."""
     ids = [sample.id for sample in sample_set(range(len(LENGTHS)))]
-    return [Drawn(sorted(ids).index(ids[place]), 0) for place in case.documents or range(len(LENGTHS))]
+    return [DrawnSample(sorted(ids).index(ids[place]), 0) for place in case.documents or range(len(LENGTHS))]
 
 
 def store_of(folder: Path, dtype: str, codec: str) -> Path:
@@ -186,7 +186,7 @@ def agree(topology: "Topology") -> dict[str, str | None]:
     """What require_agreement says; None if it says nothing."""
     rank = dist.get_rank()
     order = random.Random(rank).sample(range(len(LENGTHS)), len(LENGTHS))
-    whole, batch = sample_set(order), [Drawn(index, 0) for index in range(len(LENGTHS))]
+    whole, batch = sample_set(order), [DrawnSample(index, 0) for index in range(len(LENGTHS))]
     other_mask = SampleSet.pack([(ids.numpy(), mask.numpy() ^ (len(ids) == 9)) for ids, mask in encoded_documents()])
 
     def complaint(identity: bytes) -> str | None:
@@ -196,7 +196,7 @@ def agree(topology: "Topology") -> dict[str, str | None]:
             return str(mistake)
         return None
 
-    def order_of(samples: SampleSet, batch: list[Drawn] = batch[:4]) -> bytes:
+    def order_of(samples: SampleSet, batch: list[DrawnSample] = batch[:4]) -> bytes:
         place = {"rule": "served", "sharding": SequenceSharding(), "data": topology.data, "sequence": topology.sequence}
         return StreamLoader(samples.sorted_by_id(), None, rows_alone, steps=STEPS, **place).order_identity(batch)
 
@@ -204,7 +204,7 @@ def agree(topology: "Topology") -> dict[str, str | None]:
         "same order": lambda: complaint(order_of(whole)),
         "another mask on rank 3": lambda: complaint(order_of(other_mask if rank == 3 else whole)),
         "rank 0 has one sample fewer": lambda: complaint(order_of(sample_set(order[1:]) if rank == 0 else whole)),
-        "another batch on ranks 1 and 3": lambda: complaint(order_of(whole, [Drawn(rank % 2, 0)])),
+        "another batch on ranks 1 and 3": lambda: complaint(order_of(whole, [DrawnSample(rank % 2, 0)])),
         "everyone differs": lambda: complaint(bytes([rank])),
     }
     return {name: check() for name, check in checks.items()}

@@ -7,31 +7,31 @@ from typing import NamedTuple
 import torch
 
 from eagle3.draft.interchange import EMBEDDING
-from eagle3.evaluation.known_faults import HEAD, Reading, Surroundings
+from eagle3.evaluation.known_faults import HEAD, DraftReading, Surroundings
 
 
 class Planted(NamedTuple):
     """A reading with a fault."""
 
-    reading: Reading
+    reading: DraftReading
     cure: str  # how the name of the change that undoes it begins
 
 
-Plant = Callable[[Reading, Surroundings], Planted | None]  # None where the draft cannot have that fault
+Plant = Callable[[DraftReading, Surroundings], Planted | None]  # None where the draft cannot have that fault
 
 
-def _configured(reading: Reading, **values) -> Reading:
+def _configured(reading: DraftReading, **values) -> DraftReading:
     exported = reading.exported
     return reading._replace(exported=replace(exported, config=replace(exported.config, **values)))
 
 
-def _weighted(reading: Reading, **weights) -> Reading:
+def _weighted(reading: DraftReading, **weights) -> DraftReading:
     exported = reading.exported
     return reading._replace(exported=replace(exported, weights=exported.weights | weights))
 
 
 def layers_off(shift: int) -> Plant:
-    def plant(reading: Reading, _around: Surroundings) -> Planted | None:
+    def plant(reading: DraftReading, _around: Surroundings) -> Planted | None:
         layers = reading.exported.config.aux_layers
         moved = tuple(layer + shift for layer in layers)
         if not all(layer in reading.texts[0].states for layer in moved):
@@ -42,7 +42,7 @@ def layers_off(shift: int) -> Plant:
 
 
 def layers_permuted(*order: int) -> Plant:
-    def plant(reading: Reading, _around: Surroundings) -> Planted:
+    def plant(reading: DraftReading, _around: Surroundings) -> Planted:
         layers = reading.exported.config.aux_layers
         permuted = tuple(layers[place] for place in order)
         return Planted(_configured(reading, aux_layers=permuted), f"auxiliary layers {list(layers)}, not")
@@ -51,7 +51,7 @@ def layers_permuted(*order: int) -> Plant:
 
 
 def rows_off(shift: int) -> Plant:
-    def plant(reading: Reading, _around: Surroundings) -> Planted:
+    def plant(reading: DraftReading, _around: Surroundings) -> Planted:
         texts = [
             text._replace(states={layer: states.roll(shift, 0) for layer, states in text.states.items()})
             for text in reading.texts
@@ -62,14 +62,14 @@ def rows_off(shift: int) -> Plant:
     return plant
 
 
-def other_theta(reading: Reading, _around: Surroundings) -> Planted:
+def other_theta(reading: DraftReading, _around: Surroundings) -> Planted:
     rope = reading.exported.config.rope_parameters
     theta = rope["rope_theta"]
     other = 1e4 if theta > 1e4 else 100.0
     return Planted(_configured(reading, rope_parameters={**rope, "rope_theta": other}), f"rope_theta {theta:,.0f}, not")
 
 
-def scaled_rope(reading: Reading, _around: Surroundings) -> Planted | None:
+def scaled_rope(reading: DraftReading, _around: Surroundings) -> Planted | None:
     rope, most = reading.exported.config.rope_parameters, reading.exported.config.max_position_embeddings
     if rope["rope_type"] != "default":
         return None
@@ -77,7 +77,7 @@ def scaled_rope(reading: Reading, _around: Surroundings) -> Planted | None:
     return Planted(_configured(reading, rope_parameters=yarn), "a plain rope, not yarn")
 
 
-def plain_rope(reading: Reading, _around: Surroundings) -> Planted | None:
+def plain_rope(reading: DraftReading, _around: Surroundings) -> Planted | None:
     rope = reading.exported.config.rope_parameters
     if rope["rope_type"] == "default":
         return None
@@ -85,7 +85,7 @@ def plain_rope(reading: Reading, _around: Surroundings) -> Planted | None:
     return Planted(_configured(reading, rope_parameters=plain), f"{rope['rope_type']} with factor {rope['factor']:g}")
 
 
-def other_factor(reading: Reading, _around: Surroundings) -> Planted | None:
+def other_factor(reading: DraftReading, _around: Surroundings) -> Planted | None:
     rope = reading.exported.config.rope_parameters
     if rope["rope_type"] == "default":
         return None
@@ -94,7 +94,7 @@ def other_factor(reading: Reading, _around: Surroundings) -> Planted | None:
     return Planted(other, f"a rope factor of {rope['factor']:g}, not 32")
 
 
-def ids_as_offsets(reading: Reading, _around: Surroundings) -> Planted | None:
+def ids_as_offsets(reading: DraftReading, _around: Surroundings) -> Planted | None:
     exported = reading.exported
     places = torch.arange(len(exported.d2t))
     wrong = exported.d2t + places  # the token ids, taken for offsets
@@ -103,7 +103,7 @@ def ids_as_offsets(reading: Reading, _around: Surroundings) -> Planted | None:
     return Planted(reading._replace(exported=replace(exported, d2t=wrong)), "d2t as token ids")
 
 
-def offsets_as_ids(reading: Reading, _around: Surroundings) -> Planted | None:
+def offsets_as_ids(reading: DraftReading, _around: Surroundings) -> Planted | None:
     exported = reading.exported
     wrong = exported.d2t - torch.arange(len(exported.d2t))
     if not exported.d2t.any() or not bool((exported.d2t.diff() > 0).all()):
@@ -112,7 +112,7 @@ def offsets_as_ids(reading: Reading, _around: Surroundings) -> Planted | None:
 
 
 def flipped(key: str) -> Plant:
-    def plant(reading: Reading, _around: Surroundings) -> Planted:
+    def plant(reading: DraftReading, _around: Surroundings) -> Planted:
         own = getattr(reading.exported.config, key)
         return Planted(_configured(reading, **{key: not own}), f"{key} {'on' if own else 'off'}")
 
@@ -120,7 +120,7 @@ def flipped(key: str) -> Plant:
 
 
 def with_norm(key: str, names: tuple[str, ...], widths: int) -> Plant:
-    def plant(reading: Reading, _around: Surroundings) -> Planted | None:
+    def plant(reading: DraftReading, _around: Surroundings) -> Planted | None:
         config = reading.exported.config
         if getattr(config, key):
             return None
@@ -130,7 +130,7 @@ def with_norm(key: str, names: tuple[str, ...], widths: int) -> Plant:
     return plant
 
 
-def without_fc_norm(reading: Reading, _around: Surroundings) -> Planted | None:
+def without_fc_norm(reading: DraftReading, _around: Surroundings) -> Planted | None:
     exported = reading.exported
     if not exported.config.fc_norm:
         return None
@@ -138,34 +138,36 @@ def without_fc_norm(reading: Reading, _around: Surroundings) -> Planted | None:
     return Planted(_configured(reading._replace(exported=replace(exported, weights=rest)), fc_norm=False), "fc_norm on")
 
 
-def other_embedding(reading: Reading, around: Surroundings) -> Planted:
+def other_embedding(reading: DraftReading, around: Surroundings) -> Planted:
     """The embedding of another revision, for example one whose tokens have other ids."""
     return Planted(
         _weighted(reading, **{EMBEDDING: around.embedding.roll(1, 0).contiguous()}), "the target's embedding"
     )
 
 
-def transposed_head(reading: Reading, _around: Surroundings) -> Planted | None:
+def transposed_head(reading: DraftReading, _around: Surroundings) -> Planted | None:
     head = reading.exported.weights[HEAD]
     if head.shape[0] != head.shape[1]:
         return None
     return Planted(_weighted(reading, **{HEAD: head.T.contiguous()}), "its head transposed")
 
 
-def window_ignored(reading: Reading, _around: Surroundings) -> Planted | None:
+def window_ignored(reading: DraftReading, _around: Surroundings) -> Planted | None:
     window = reading.exported.config.window
     if window is None:
         return None
     return Planted(_configured(reading, window=None), f"a window of {window} keys")
 
 
-def window_added(reading: Reading, _around: Surroundings) -> Planted | None:
+def window_added(reading: DraftReading, _around: Surroundings) -> Planted | None:
     if reading.exported.config.window is not None:
         return None
     return Planted(_configured(reading, window=4), "full attention, not a window")
 
 
-def plant_all(reading: Reading, plants: Sequence[Plant], around: Surroundings) -> tuple[Reading, list[str]] | None:
+def plant_all(
+    reading: DraftReading, plants: Sequence[Plant], around: Surroundings
+) -> tuple[DraftReading, list[str]] | None:
     """The reading with all of these faults, and their cures; None if the draft cannot have one of them."""
     cures = []
     for plant in plants:

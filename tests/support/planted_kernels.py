@@ -12,11 +12,11 @@ from eagle3.attention.block import CPU, PLAIN, PLAIN_OWN, Kernel
 from eagle3.attention.plain import BlockGradients, BlockOutput
 from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.kernels.choice import LOSS, OWN, POINTWISE, Candidates, agreement, parsed, pick, plain_values
-from eagle3.kernels.proof import Demand
+from eagle3.kernels.proof import KernelDemand
 from eagle3.objective import softmaxes
 from eagle3.parallel.topology import gathered, start_distributed, stop_distributed
 
-DEMAND = Demand(
+DEMAND = KernelDemand(
     heads=6, kv_heads=2, head_dim=16, dtype=torch.float32, window=20, steps=3, hidden=24, columns=2050
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ from tiny_run import conversations, write_recipe
 
 from eagle3.errors import UserError
 from eagle3.recipe.loading import load_recipe
-from eagle3.text.mixing import Mixture, Part, mixture
+from eagle3.text.mixing import MixedPart, Mixture, mixture
 from eagle3.text.samples import SampleSet
 from eagle3.text.vocabulary import choose_vocabulary
 
@@ -35,9 +35,9 @@ def sets() -> list[SampleSet]:
     return [*map(source, SIZES)]
 
 
-def parts(*shares: dict) -> list[Part]:
+def parts(*shares: dict) -> list[MixedPart]:
     """shares: what an epoch takes of each source, as fields of Part."""
-    return [Part(*part, **share) for *part, share in zip("abc", SIZES, shares, strict=True)]
+    return [MixedPart(*part, **share) for *part, share in zip("abc", SIZES, shares, strict=True)]
 
 
 def times(mixed: Mixture, part: SampleSet) -> list[int]:
@@ -77,7 +77,7 @@ def test_an_epoch_has_each_source_as_often_as_its_weight_says(sets):
 
 def test_which_samples_are_taken_depends_on_contents_and_seed_alone(sets):
     def taken(seed: int, some: list[SampleSet]) -> set[str]:
-        halved = [Part("x", len(each), 0.5 if each is sets[1] else 1.0) for each in some]
+        halved = [MixedPart("x", len(each), 0.5 if each is sets[1] else 1.0) for each in some]
         chosen = mixture(SampleSet.joined(some), halved, seed).samples.sample_ids
         return set(chosen) & set(sets[1].sample_ids)
 

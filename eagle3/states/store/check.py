@@ -9,7 +9,7 @@ from eagle3.console import Progress
 from eagle3.states.store.files import DamagedStore, LocalFiles, OutOfRange, open_files
 from eagle3.states.store.folder import Provenance, find_indexes, foreign_flaw, read_own_manifest
 from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location, RowRequest
-from eagle3.states.store.shard import Entry, ShardIndex, read_index, replace_index, taught_rows
+from eagle3.states.store.shard import SampleEntry, ShardIndex, read_index, replace_index, taught_rows
 from eagle3.text.samples import Sample, sample_digest
 
 # Samples read together, because a remote file system answers many requests in the time of one.
@@ -19,7 +19,7 @@ ROWS_AT_ONCE = 65536
 Kind = Literal["damaged", "out of range", "foreign", "mislabelled", "duplicate", "missing"]
 
 
-class Problem(NamedTuple):
+class StoreProblem(NamedTuple):
     """Something wrong with a store."""
 
     kind: Kind
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
 class Findings(NamedTuple):
     """The result of checking a store."""
 
-    problems: list[Problem]
+    problems: list[StoreProblem]
     indexes: list[ShardIndex]  # the readable ones
     # Intact samples and their tokens, without duplicates:
     samples: int
@@ -62,29 +62,29 @@ def check_store(
     manifest = read_own_manifest(files, provenance)
     reader = HiddenStateStore(files, {}, manifest.record, vocab_size)
     indexes, errors = find_indexes(files)
-    problems = [Problem("damaged", shard, None, error.flaw) for shard, error in errors.items()]
+    problems = [StoreProblem("damaged", shard, None, error.flaw) for shard, error in errors.items()]
     token_counts: dict[str, int] = {}  # token count by sample
     progress = Progress(report, "checking the store", len(indexes), "shards")
     for index in indexes:
         findings = _examine(reader, index)
         if index.provenance_digest != manifest.digest:
             flaw = foreign_flaw(index.provenance_digest, manifest.digest)
-            findings = [Problem("foreign", index.shard, None, flaw)]
+            findings = [StoreProblem("foreign", index.shard, None, flaw)]
         for finding in findings:
-            if isinstance(finding, Entry) and finding.id in token_counts:
-                finding = Problem("duplicate", index.shard, finding.id, "an earlier shard has it too")
-            if isinstance(finding, Problem):
+            if isinstance(finding, SampleEntry) and finding.id in token_counts:
+                finding = StoreProblem("duplicate", index.shard, finding.id, "an earlier shard has it too")
+            if isinstance(finding, StoreProblem):
                 problems.append(finding)
             else:
                 token_counts[finding.id] = finding.tokens
         progress.advance()
     reported_ids = token_counts.keys() | {problem.sample_id for problem in problems}
     missing_ids = (sample_id for sample_id in expected_ids if sample_id not in reported_ids)
-    problems += [Problem("missing", None, sample_id, "no shard has it whole") for sample_id in missing_ids]
+    problems += [StoreProblem("missing", None, sample_id, "no shard has it whole") for sample_id in missing_ids]
     return Findings(problems, indexes, len(token_counts), sum(token_counts.values()))
 
 
-def _examine(reader: HiddenStateStore, index: ShardIndex) -> Iterator[Entry | Problem]:
+def _examine(reader: HiddenStateStore, index: ShardIndex) -> Iterator[SampleEntry | StoreProblem]:
     """Yield the entries of a shard's intact samples, and a Problem for every other one."""
     for start in range(0, len(index.samples), SAMPLES_AT_ONCE):
         members = [Location(index, entry) for entry in index.samples[start : start + SAMPLES_AT_ONCE]]
@@ -95,10 +95,10 @@ def _examine(reader: HiddenStateStore, index: ShardIndex) -> Iterator[Entry | Pr
                 try:
                     yield from _look_through(reader, [member])
                 except DamagedStore as error:
-                    yield Problem(error.kind, index.shard, member.entry.id, f"{index.shard}: {error.flaw}")
+                    yield StoreProblem(error.kind, index.shard, member.entry.id, f"{index.shard}: {error.flaw}")
 
 
-def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[Entry | Problem]:
+def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[SampleEntry | StoreProblem]:
     """Read every byte of these samples, a few rows at a time, and judge each sample. Raises DamagedStore."""
     tokens = reader.tokens_at(locations)
     kept_rows = [  # rows of aux, and rows that the teacher needs
@@ -117,16 +117,18 @@ def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[E
     return [_judged(*each) for each in zip(locations, tokens, strict=True)]
 
 
-def _judged(location: Location, tokens: Sample) -> Entry | Problem:
+def _judged(location: Location, tokens: Sample) -> SampleEntry | StoreProblem:
     """The sample's entry if its tokens are its own, else its Problem."""
     index, entry = location
     digest = sample_digest(tokens.ids.numpy(), tokens.loss_mask.numpy()).hex()
     if digest != entry.id:
-        return Problem("mislabelled", index.shard, entry.id, f"its tokens and loss mask are those of sample {digest}")
+        return StoreProblem(
+            "mislabelled", index.shard, entry.id, f"its tokens and loss mask are those of sample {digest}"
+        )
     return entry
 
 
-def remove_flawed(folder: Path, problems: Iterable[Problem]) -> None:
+def remove_flawed(folder: Path, problems: Iterable[StoreProblem]) -> None:
     """Remove everything that `check_store` found. Shards that cannot be read or have no intact sample are deleted; the
     others lose the affected samples. If the process is killed, each shard is either the old one or the new one."""
     ids_by_shard: defaultdict[str, set[str | None]] = defaultdict(set)  # samples by shard

@@ -39,7 +39,7 @@ class ForeignShards(DamagedStore):
     )
 
 
-class Range(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes [start, stop) of a file."""
 
     name: str
@@ -95,7 +95,7 @@ class LocalFiles:
         except OSError as error:
             raise _unreadable_here(error.filename, error) from error
 
-    def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
+    def fetch(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
         """The bytes of these ranges. The files stay mapped as long as somebody holds them."""
         maps = {name: self._map(name) for name in {byte_range.name for byte_range in ranges}}
         for byte_range in ranges:
@@ -152,7 +152,7 @@ class RemoteFiles:
         except OSError as error:
             raise _unreadable_there(self.where, error) from error
 
-    def fetch(self, ranges: Sequence[Range]) -> list[memoryview]:
+    def fetch(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
         """The bytes of these ranges."""
         if not ranges:
             return []

@@ -22,7 +22,7 @@ Provenance = Mapping[str, str | int | float | list | None]
 WINDOW = ("window", "ttt_steps")
 
 
-class Manifest(NamedTuple):
+class StoreManifest(NamedTuple):
     """The contents of `store.json`."""
 
     provenance: Provenance  # must match, including codec and dtype
@@ -38,7 +38,7 @@ class Manifest(NamedTuple):
         return json.dumps({"format": FORMAT, **self._asdict()}, indent=2) + "\n"
 
 
-def read_manifest(files: StoreFiles) -> Manifest:
+def read_manifest(files: StoreFiles) -> StoreManifest:
     """Read `store.json`. Raises UserError if there is no store, or one in a format that this version cannot read."""
     if MANIFEST not in files.names():
         if has_shards(files):
@@ -50,7 +50,7 @@ def read_manifest(files: StoreFiles) -> Manifest:
     try:
         body = parse_json(files.read(MANIFEST))
         if body["format"] == FORMAT:
-            return Manifest(dict(body["provenance"]), dict(body["record"]))
+            return StoreManifest(dict(body["provenance"]), dict(body["record"]))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{files.where}/{MANIFEST}: not a store's description ({first_words(error)}); restore it, or name another "
@@ -62,7 +62,7 @@ def read_manifest(files: StoreFiles) -> Manifest:
     )
 
 
-def read_own_manifest(files: StoreFiles, provenance: Provenance) -> Manifest:
+def read_own_manifest(files: StoreFiles, provenance: Provenance) -> StoreManifest:
     """Read the manifest of a store, and check that the store serves this provenance.
 
     Raises UserError that names the first differing field with both values. If the shards show that `store.json` was
@@ -90,7 +90,7 @@ def read_own_manifest(files: StoreFiles, provenance: Provenance) -> Manifest:
                 f"{required[field]}"
             )
         shards, _ = find_indexes(files)
-        if {index.provenance_digest for index in shards} == {Manifest(required, {}).digest}:
+        if {index.provenance_digest for index in shards} == {StoreManifest(required, {}).digest}:
             raise UserError(
                 f"{files.where}/{MANIFEST}: says {values}, and so had all shards beside it when they were captured; "
                 f"restore the {MANIFEST} that belongs to them"
@@ -137,7 +137,7 @@ def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, Damaged
     return [index for shard, index in found.items() if shard not in errors], errors
 
 
-def read_indexes(files: StoreFiles, manifest: Manifest) -> list[ShardIndex]:
+def read_indexes(files: StoreFiles, manifest: StoreManifest) -> list[ShardIndex]:
     """Read the indexes of all shards, and check that each shard belongs to this store. Raises ForeignShards or
     DamagedStore."""
     indexes, errors = find_indexes(files)

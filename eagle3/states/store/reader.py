@@ -13,13 +13,13 @@ from torch import Tensor
 from eagle3.errors import UserError
 from eagle3.states.rows import Rows
 from eagle3.states.store.codecs import Codec
-from eagle3.states.store.files import DamagedStore, OutOfRange, Range, StoreFiles, open_files
+from eagle3.states.store.files import ByteRange, DamagedStore, OutOfRange, StoreFiles, open_files
 from eagle3.states.store.folder import Provenance, read_indexes, read_own_manifest
 from eagle3.states.store.shard import (
     HIDDEN,
     NUMPY_TYPES,
     Encoding,
-    Entry,
+    SampleEntry,
     ShardIndex,
     kept_rows,
     sample_digest,
@@ -44,7 +44,7 @@ class RowRequest(NamedTuple):
 
 class Location(NamedTuple):
     index: ShardIndex
-    entry: Entry
+    entry: SampleEntry
 
 
 class ChunkTable(NamedTuple):
@@ -212,7 +212,7 @@ class HiddenStateStore:
         ranges = []
         for (location, name), reads, run in jobs:
             start, edges = location.index.starts[name], reads.table.edges
-            ranges.append(Range(location.index.shard, start + int(edges[run.first]), start + int(edges[run.stop])))
+            ranges.append(ByteRange(location.index.shard, start + int(edges[run.first]), start + int(edges[run.stop])))
         data = self.files.fetch(ranges)
         flaws = list(self._threads.map(lambda job, block: job[1].decode(job[2], block), jobs, data))
         for ((location, name), _, _), flaw in zip(jobs, flaws, strict=True):  # after all have finished
@@ -259,11 +259,11 @@ class HiddenStateStore:
                 f"({difference}); delete {shard}, and run capture.py, which captures its samples again"
             )
 
-    def _fact_ranges(self, location: Location) -> list[Range]:
+    def _fact_ranges(self, location: Location) -> list[ByteRange]:
         shard, ranges = location.index.shard, []
         for name, part in location.entry.parts(location.index.encoding):
             start, size = location.index.starts[name], np.dtype(NUMPY_TYPES[name]).itemsize
-            ranges.append(Range(shard, start + part.start * size, start + part.stop * size))
+            ranges.append(ByteRange(shard, start + part.start * size, start + part.stop * size))
         return ranges
 
     def _damaged(self, location: Location, part: str, flaw: str) -> DamagedStore:

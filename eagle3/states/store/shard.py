@@ -38,7 +38,7 @@ from eagle3.parallel.rows import RULES, covered, taught
 from eagle3.parsing import parse_json
 from eagle3.states.rows import DraftLogits, LastHidden, TeacherRows
 from eagle3.states.store.codecs import CHUNK_BYTES, Codec, CodecName, Fp8, Lossless, Raw, StoreDtype, chunk_rows
-from eagle3.states.store.files import DamagedStore, Range, StoreFiles, first_words
+from eagle3.states.store.files import ByteRange, DamagedStore, StoreFiles, first_words
 
 # The writer's random number, and a serial number. Other files in the folder are ignored.
 SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-\d{5,}\.safetensors")
@@ -112,7 +112,7 @@ class Encoding:
         return (self.make_codec(name).row_bytes if codec == "fp8" else raw_bytes * share) + 16 / self.chunk_rows(name)
 
 
-class Entry(NamedTuple):
+class SampleEntry(NamedTuple):
     """One sample in an index."""
 
     id: str
@@ -144,23 +144,23 @@ class ShardIndex(NamedTuple):
     starts: dict[str, int]  # the byte at which each tensor begins
     encoding: Encoding
     provenance_digest: str | None  # of its store; None in a spool
-    samples: tuple[Entry, ...]  # after a repair, fewer than the shard holds
+    samples: tuple[SampleEntry, ...]  # after a repair, fewer than the shard holds
 
 
 def read_index(files: StoreFiles, shard: str) -> ShardIndex:
     """Raises DamagedStore."""
     where = f"{files.where}/{shard}"
     try:
-        (head,) = files.fetch([Range(shard, 0, DATA_START)])
+        (head,) = files.fetch([ByteRange(shard, 0, DATA_START)])
         if int.from_bytes(head[:8], "little") != DATA_START - 8:
             raise ValueError("not written by this project")
         header = parse_json(bytes(head[8:]))
         starts = {name: DATA_START + header[name]["data_offsets"][0] for name in (*HIDDEN, *NUMPY_TYPES, INDEX)}
-        (text,) = files.fetch([Range(shard, starts[INDEX], DATA_START + header[INDEX]["data_offsets"][1])])
+        (text,) = files.fetch([ByteRange(shard, starts[INDEX], DATA_START + header[INDEX]["data_offsets"][1])])
         body = parse_json(bytes(text))
         if body.pop("digest") != json_digest(body):
             raise ValueError("its digest does not fit")
-        samples = tuple(Entry(**entry) for entry in body["samples"])
+        samples = tuple(SampleEntry(**entry) for entry in body["samples"])
         return ShardIndex(shard, starts, Encoding(**body["encoding"]), body["provenance_digest"], samples)
     except UserError:
         raise
@@ -169,7 +169,7 @@ def read_index(files: StoreFiles, shard: str) -> ShardIndex:
 
 
 def write_index(
-    file: BinaryIO, header: dict[str, Any], encoding: Encoding, digest: str | None, samples: Iterable[Entry]
+    file: BinaryIO, header: dict[str, Any], encoding: Encoding, digest: str | None, samples: Iterable[SampleEntry]
 ) -> None:
     """Complete a shard: write its index, which ends it, and its header.
 
@@ -231,7 +231,7 @@ def seen_rows(loss_mask: Tensor, window: int | None, steps: int | None) -> Tenso
     return mask
 
 
-def kept_rows(entry: Entry, loss_mask: Tensor) -> Tensor:
+def kept_rows(entry: SampleEntry, loss_mask: Tensor) -> Tensor:
     """Mask of the rows whose last hidden state is stored: bool [T]. The first row never teaches, so T taught rows
     mean that every row is stored."""
     return torch.ones(entry.tokens, dtype=torch.bool) if entry.taught == entry.tokens else taught_rows(loss_mask)

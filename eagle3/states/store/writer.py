@@ -28,8 +28,8 @@ from eagle3.states.store.files import LocalFiles, is_url
 from eagle3.states.store.folder import (
     MANIFEST,
     WINDOW,
-    Manifest,
     Provenance,
+    StoreManifest,
     has_shards,
     read_indexes,
     read_own_manifest,
@@ -42,7 +42,7 @@ from eagle3.states.store.shard import (
     PARTIAL,
     SAFETENSORS_NAMES,
     Encoding,
-    Entry,
+    SampleEntry,
     remove_abandoned,
     sample_digest,
     taught_rows,
@@ -56,7 +56,7 @@ REMOVING_SECONDS = 0.001
 FULL = "free space and run capture.py again, which continues here"
 
 
-class Part(NamedTuple):
+class CapturePart(NamedTuple):
     """Share number `index` out of `count` shares of the work. Processes find their shares without communicating."""
 
     index: int = 0
@@ -69,12 +69,12 @@ class Part(NamedTuple):
         """
         return sorted(items)[self.index :: self.count]
 
-    def split(self, index: int, count: int) -> "Part":
+    def split(self, index: int, count: int) -> "CapturePart":
         """Divide this share into `count`, and return number `index` of them."""
-        return Part(self.index + self.count * index, self.count * count)
+        return CapturePart(self.index + self.count * index, self.count * count)
 
 
-EVERYTHING = Part()
+EVERYTHING = CapturePart()
 # Locked by the process that captures a part. Never removed, because the lock on a replaced file would exclude nobody.
 LOCK = ".part-{}-of-{}.lock"
 
@@ -100,7 +100,7 @@ class StoreWriter(AbstractContextManager):
         encoding: Encoding,
         *,
         record: Provenance | None = None,
-        part: Part = EVERYTHING,
+        part: CapturePart = EVERYTHING,
         shard_tokens: int = 65536,
         threads: int = 4,
     ) -> None:
@@ -122,7 +122,7 @@ class StoreWriter(AbstractContextManager):
             )
         files = LocalFiles(self.folder)
         try:
-            manifest = self._begin(files, Manifest(full_provenance, record or {}))
+            manifest = self._begin(files, StoreManifest(full_provenance, record or {}))
             remove_abandoned(self.folder)
             self.known = {entry.id for index in read_indexes(files, manifest) for entry in index.samples}
         except UserError:
@@ -135,7 +135,7 @@ class StoreWriter(AbstractContextManager):
         self._shard: ShardWriter | None = None
         self._adding = RLock()  # a signal may leave it held by the thread that leaves the `with` block
 
-    def _begin(self, files: LocalFiles, manifest: Manifest) -> Manifest:
+    def _begin(self, files: LocalFiles, manifest: StoreManifest) -> StoreManifest:
         """Write the manifest, or read the existing one, and return it. Raises UserError if it differs."""
         begun = has_shards(files)
         if not begun:
@@ -237,8 +237,8 @@ class ShardWriter:
             for name, file in zip(HIDDEN, (self.file, self.aside), strict=True)
         }
         self.columns: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}  # of the rows so far, in pieces
-        self.samples: list[Entry] = []
-        self.sample: Entry | None = None  # the one being written
+        self.samples: list[SampleEntry] = []
+        self.sample: SampleEntry | None = None  # the one being written
         self.tokens = 0  # in finished samples
         # Whether `publish` has begun. It is not tried twice, because a failed fsync may lose bytes and then succeed.
         self.publishing = False
@@ -275,7 +275,7 @@ class ShardWriter:
 
     def begin(self, sample_id: str) -> None:
         """Begin a sample. Then `append` its rows, and `end` it before beginning the next one."""
-        self.sample = Entry(
+        self.sample = SampleEntry(
             sample_id, self.tokens, 0, 0, *(self.blobs[name].chunks for name in HIDDEN), seen=0, digest=""
         )
 

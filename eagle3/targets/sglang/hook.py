@@ -23,7 +23,7 @@ from eagle3.states.store.codecs import StoreDtype
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.checkpoint import fingerprint
 from eagle3.targets.sglang.spool_writer import RequestRows, SpoolWriter
-from eagle3.targets.sglang.teacher import ServedTeacher, Taught, make_teacher
+from eagle3.targets.sglang.teacher import ServedTeacher, TaughtColumns, make_teacher
 from eagle3.targets.sglang.version import (
     WITHOUT_RESIDUAL,
     HookCall,
@@ -126,7 +126,7 @@ class CaptureHook:
             return
         shares: list[RequestRows] = []
 
-        def compute() -> Taught:
+        def compute() -> TaughtColumns:
             self._require_whole(call)
             shares.extend(sorted(self._shares(call, tickets, size), key=lambda share: share.owner))
             if self.teacher is None:

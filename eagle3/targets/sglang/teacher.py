@@ -22,7 +22,7 @@ from eagle3.targets.logits import (
 from eagle3.targets.sglang.version import Head, head_of, local_logits, plain_weight, transform_of
 
 
-class Taught(NamedTuple):
+class TaughtColumns(NamedTuple):
     """What one rank's columns say of a forward's taught rows: those of the first owner, of the second, and so on."""
 
     last: Tensor  # [M, H]
@@ -45,13 +45,13 @@ class ServedTeacher:
         self.local = None if draft_ids is None else local_columns(draft_ids, self.head.first_id, self.head.valid)
         self.columns: DraftColumns | None = None
 
-    def taught(self, last: Tensor, counts: list[int]) -> Taught:
+    def taught(self, last: Tensor, counts: list[int]) -> TaughtColumns:
         """What this rank's columns say of rows `last` [M, H], of which `counts` belong to each rank, the first one's
         first. Logits exist for one block of rows at a time, and are computed once."""
         summarize = partial(ShardSummary.of, first_id=self.head.first_id, valid=self.head.valid)
-        return Taught(last, *by_blocks(last, self.logits, summarize, self.local), counts)
+        return TaughtColumns(last, *by_blocks(last, self.logits, summarize, self.local), counts)
 
-    def combined(self, taught: Taught, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
+    def combined(self, taught: TaughtColumns, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
         """The teacher's values, argmax and logsumexp of the rows that belong to this rank. Collective over `group`."""
         start = sum(taught.counts[: group.rank()])
         own = slice(start, start + taught.counts[group.rank()])
