@@ -25,7 +25,6 @@ from eagle3.patches import NormLimit, StepOutcome
 from eagle3.recipe.schema import Recipe, Training
 from eagle3.states.loader import DrawnSample, LoadedStream, StreamLoader, draw_batch
 from eagle3.training.checkpoint import Checkpoints, Resumed, other_data
-from eagle3.training.engine import gradient_scale
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.tracking import Tracker, memory_gib, step_profiler
@@ -52,6 +51,7 @@ class Trainer:
     folder: RunFolder
     engine: DeepSpeedEngine
     norms: NormLimit
+    gradient_scale: int  # factor on the loss before backward (see gradient_scale in eagle3.training.engine)
     train_loader: StreamLoader[MicroBatch]
     held_out_loader: StreamLoader[MicroBatch]
     checkpoints: Checkpoints
@@ -195,7 +195,7 @@ class Trainer:
         for number, stream in enumerate(streams):  # one at a time is on the device
             self.watchdog.at(f"step {step + 1}, stream {number + 1} of {accumulation}")
             distilled = self.engine(self._placed(stream), weights)
-            self.engine.backward(distilled.surrogate * gradient_scale(self.topology.data.size(), accumulation))
+            self.engine.backward(distilled.surrogate * self.gradient_scale)
             self.engine.step()
             sums.append(distilled.sums)
         metrics = batch_metrics(self.loss_config, sum_sums(reduce(add, sums), self.topology.batch), counts)
