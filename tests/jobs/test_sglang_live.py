@@ -37,7 +37,7 @@ from eagle3.jobs.target_probe import probe_document, require_same_target
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.states.loader import SampleReading, SpooledSource
 from eagle3.states.rows import Rows
-from eagle3.states.spool import Spool, SpoolReader, spool_bytes
+from eagle3.states.spool import Spool, SpoolReader, Ticket, WantedRows, spool_bytes
 from eagle3.states.store.files import LocalFiles
 from eagle3.states.store.folder import MANIFEST, find_indexes
 from eagle3.states.store.reader import HiddenStateStore, Location, RowRequest
@@ -236,13 +236,12 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
     with Spool(settings.spool) as spool:
         servers = Servers([case.url], spool.path, 4)
         producer = Producer(servers, spool, 2**30, readers=1)
-        source = SpooledSource(
-            KeepingReader(spool.path, keep),
-            spool.job,
-            lambda ticket, reading: producer.ask(
-                ticket, reading.sample.ids, None, spool_bytes(settings.encoding, ticket.tokens)
-            ),
-        )
+
+        def ask(ticket: Ticket, reading: Reading) -> None:
+            wanted = WantedRows.all(ticket.tokens)
+            producer.ask(ticket, reading.sample.ids, wanted, spool_bytes(settings.encoding, wanted))
+
+        source = SpooledSource(KeepingReader(spool.path, keep), spool.job, ask)
         plans = [plan_sequence(stream, 3, SequenceSharding(2, 1, "zigzag", "supervised"), rank) for rank in range(2)]
         requested = [[by_document(stream, plan.rows), by_document(stream, plan.teacher)] for plan in plans]
         masks = [one.loss_mask for one in samples]
