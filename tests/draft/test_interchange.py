@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from definition import random_case
 from drafts import export
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -21,24 +22,10 @@ SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vo
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
 T2D = torch.arange(30) % 5 < 2
 D2T = T2D.nonzero().flatten() - torch.arange(12)
-NAMES = {
-    "fc.weight": (16, 60),
-    "midlayer.input_layernorm.weight": (16,),
-    "midlayer.hidden_norm.weight": (16,),
-    "midlayer.post_attention_layernorm.weight": (16,),
-    "midlayer.self_attn.q_proj.weight": (24, 32),
-    "midlayer.self_attn.k_proj.weight": (12, 32),
-    "midlayer.self_attn.v_proj.weight": (12, 32),
-    "midlayer.self_attn.o_proj.weight": (16, 24),
-    "midlayer.mlp.gate_proj.weight": (24, 16),
-    "midlayer.mlp.up_proj.weight": (24, 16),
-    "midlayer.mlp.down_proj.weight": (16, 24),
-    "norm.weight": (16,),
-    "lm_head.weight": (12, 16),
-    "d2t": (12,),
-    "t2d": (30,),
-}
-EMBEDDING = {"embed_tokens.weight": (30, 16)}
+# What the definition has under exported names, and the tables of the vocabulary.
+NAMES = {name: tuple(weight.shape) for name, weight in random_case([[1]], **SIZES).weights.items()}
+NAMES |= {"d2t": (12,), "t2d": (30,)}
+EMBEDDING = {"embed_tokens.weight": NAMES.pop("embed_tokens.weight")}
 FC_NORM = {f"fc_norm.{third}.weight": (20,) for third in range(3)}
 
 
@@ -183,18 +170,9 @@ def test_default_rope_has_no_rope_scaling(exported):
 
 
 LLAMA3 = YARN | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-CONFIGS = {
-    "plain": {},
-    "everything": {
-        "rope_parameters": YARN,
-        "aux_layers": (0, 2, 5),
-        "fc_norm": True,
-        "norm_output": True,
-        "rms_norm_eps": 1e-5,
-        "token_ids": {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None},
-    },
-    "llama3": {"rope_parameters": LLAMA3},
-}
+CONFIGS = {"plain": {}, "llama3": {"rope_parameters": LLAMA3}, "everything": {"rope_parameters": YARN}}
+CONFIGS["everything"] |= {"aux_layers": (0, 2, 5), "fc_norm": True, "norm_output": True, "rms_norm_eps": 1e-5}
+CONFIGS["everything"]["token_ids"] = {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": None}
 every_config = pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 
 
@@ -303,44 +281,42 @@ def test_a_window_that_readers_would_take_differently_is_refused(keys, reason):
 EVERY_NAME = sorted({*NAMES, *FC_NORM} - {"d2t", "t2d"})
 
 
+@pytest.fixture
+def not_loaded(tmp_path, topology):
+    """The refusal of a draft to load the export of a draft of its shape with other tensors. It names the folder."""
+
+    def refusal(change, **shape):
+        folder = _export(tmp_path / "draft", _draft(topology, 7, **shape))
+        _rewrite(folder, change)
+        message = _refusal(load_weights, _draft(topology, 8, **shape), read_exported(folder), topology.tensor)
+        assert str(folder) in message
+        return message
+
+    return refusal
+
+
 @pytest.mark.parametrize("name", EVERY_NAME)
-def test_a_missing_tensor_is_named(tmp_path, topology, name):
-    folder = _export(tmp_path, _draft(topology, 7, fc_norm=True))
-    _rewrite(folder, lambda tensors: tensors.pop(name))
-    message = _refusal(load_weights, _draft(topology, 8, fc_norm=True), read_exported(folder), topology.tensor)
-    assert str(folder) in message and name in message and "missing" in message
-
-
-def test_missing_vocabulary_tables_are_named(exported):
-    _rewrite(exported, lambda tensors: (tensors.pop("d2t"), tensors.pop("t2d")))
-    message = _refusal(read_exported, exported)
-    assert str(exported / "model.safetensors") in message and "d2t and t2d are missing" in message
+def test_a_missing_tensor_is_named(not_loaded, name):
+    message = not_loaded(lambda tensors: tensors.pop(name), fc_norm=True)
+    assert name in message and "missing" in message
 
 
 @pytest.mark.parametrize("name", ["midlayer.self_attn.q_proj.bias", "fc_norm.0.weight", "fc_norm.3.weight"])
-def test_an_unknown_tensor_is_named(exported, topology, name):
-    _rewrite(exported, lambda tensors: tensors.update({name: torch.ones(20)}))
-    message = _refusal(load_weights, _draft(topology, 9), read_exported(exported), topology.tensor)
-    assert str(exported) in message and name in message
+def test_an_unknown_tensor_is_named(not_loaded, name):
+    assert name in not_loaded(lambda tensors: tensors.update({name: torch.ones(20)}))
 
 
 @pytest.mark.parametrize("name", EVERY_NAME)
-def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path, topology, name):
-    folder = _export(tmp_path, _draft(topology, 10, fc_norm=True))
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(not_loaded, name):
     shape = list({**NAMES, **FC_NORM}[name])
     wrong = [*shape[:-1], shape[-1] + 2]
-    _rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(wrong)}))
-    message = _refusal(load_weights, _draft(topology, 11, fc_norm=True), read_exported(folder), topology.tensor)
-    assert str(folder) in message and name in message and str(wrong) in message and str(shape) in message
+    message = not_loaded(lambda tensors: tensors.update({name: torch.zeros(wrong)}), fc_norm=True)
+    assert name in message and str(wrong) in message and str(shape) in message
 
 
-def test_gate_and_up_of_unequal_sizes_are_refused_though_they_add_up(exported, topology):
-    def change(tensors):
-        tensors["midlayer.mlp.gate_proj.weight"] = torch.zeros(22, 16)
-        tensors["midlayer.mlp.up_proj.weight"] = torch.zeros(26, 16)
-
-    _rewrite(exported, change)
-    message = _refusal(load_weights, _draft(topology, 12), read_exported(exported), topology.tensor)
+def test_gate_and_up_of_unequal_sizes_are_refused_though_they_add_up(not_loaded):
+    sizes = {"midlayer.mlp.gate_proj.weight": torch.zeros(22, 16), "midlayer.mlp.up_proj.weight": torch.zeros(26, 16)}
+    message = not_loaded(lambda tensors: tensors.update(sizes))
     assert "[22, 16]" in message and "[24, 16]" in message
 
 
@@ -349,6 +325,12 @@ def test_a_draft_of_another_hidden_size_is_refused_with_both_shapes(exported, to
     message = _refusal(load_weights, other, read_exported(exported), topology.tensor)
     assert str(exported) in message and "model.draft.config" in message
     assert "[30, 16]" in message and "[30, 32]" in message and "embed_tokens.weight" in message
+
+
+def test_missing_vocabulary_tables_are_named(exported):
+    _rewrite(exported, lambda tensors: (tensors.pop("d2t"), tensors.pop("t2d")))
+    message = _refusal(read_exported, exported)
+    assert str(exported / "model.safetensors") in message and "d2t and t2d are missing" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
