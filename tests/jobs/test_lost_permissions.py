@@ -22,8 +22,7 @@ STEP = "checkpoints/step-00000002"
 def finished(tmp_path_factory, topology):
     """The recipe of a run of two steps, with its target and its run folder beside it."""
     folder = tmp_path_factory.mktemp("finished")
-    keys = {"training": {"max_steps": 2}, "evaluation": {"every": 2}}
-    recipe = write_recipe(folder, make_target(folder / "target"), **keys)
+    recipe = write_recipe(folder, make_target(folder / "target"), training={"max_steps": 2}, evaluation={"every": 2})
     train(load_recipe(recipe), ZERO2, topology)
     return recipe
 
@@ -34,9 +33,8 @@ def denied(finished, tmp_path, capsys):
     place = tmp_path / "copy"
     shutil.copytree(finished.parent, place)
     recipe = place / "recipe.yaml"
-    recipe.write_text(recipe.read_text().replace(str(finished.parent), str(place)))
-    resolved = place / "run" / "recipe.yaml"
-    resolved.write_text(resolved.read_text().replace(str(finished.parent), str(place)))
+    for file in (recipe, place / "run" / "recipe.yaml"):
+        file.write_text(file.read_text().replace(str(finished.parent), str(place)))
 
     def require_refusal(name, work) -> None:
         path = place / name

@@ -8,7 +8,7 @@ import pytest
 import torch
 from layouts import draft_config
 from shares import share_of
-from tiny_run import make_target, write_recipe
+from tiny_run import write_recipe
 
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
@@ -20,14 +20,19 @@ DRAFT = draft_config(heads=8, kv_heads=4, head_dim=16)
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("plan")
-    return write_recipe(folder, make_target(folder / "target"), training={"global_batch_size": 8})
+def recipe(tmp_path_factory, target):
+    return write_recipe(tmp_path_factory.mktemp("plan"), target, training={"global_batch_size": 8})
 
 
 @pytest.fixture
 def plan(launcher):
     return partial(launcher, "plan.py")
+
+
+def keys_of(layout: dict) -> list[str]:
+    """The overrides that choose a best layout."""
+    keys = [f"parallelism.{name}={layout[name]}" for name in ("tensor", "ulysses", "ring", "ring_mode")]
+    return keys + [f"memory.{name}={layout[name]}" for name in ("recompute", "inputs", "block_mib")]
 
 
 def test_what_fits_is_said_with_every_part_and_exit_code_0(plan, recipe):
@@ -44,26 +49,21 @@ def test_what_fits_is_said_with_every_part_and_exit_code_0(plan, recipe):
 
 
 def test_what_does_not_fit_has_exit_code_1_and_the_layout_that_does(plan, recipe):
-    needed = json.loads(plan("--recipe", recipe, "--gpus", 8, "--context", 100_000, "--json")[1])["memory"]["all"]
-    memory = ["--gpu-memory", needed / 2 / 1e9]
-    code, out, _ = plan("--recipe", recipe, "--gpus", 8, "--context", 100_000, "--json", *memory)
+    words = ["--recipe", recipe, "--gpus", 8, "--context", 100_000, "--json"]
+    needed = json.loads(plan(*words)[1])["memory"]["all"]
+    code, out, _ = plan(*words, "--gpu-memory", needed / 2 / 1e9)
     report = json.loads(out)
     assert code == 1 and not report["fits"] and report["best_layout"]
-    keys = {f"parallelism.{name}": report["best_layout"][name] for name in ("tensor", "ulysses", "ring", "ring_mode")}
-    keys |= {f"memory.{name}": report["best_layout"][name] for name in ("recompute", "inputs", "block_mib")}
-    chosen = [f"{key}={value}" for key, value in keys.items()]
-    assert plan("--recipe", recipe, "--gpus", 8, "--context", 100_000, *memory, *chosen)[0] == 0
+    assert plan(*words, "--gpu-memory", needed / 2 / 1e9, *keys_of(report["best_layout"]))[0] == 0
 
 
 def test_the_best_layout_of_packed_streams_fits_when_it_is_applied(plan, recipe):
     """Fewer data ranks pack more samples into a stream."""
     size = ["training.global_batch_size=16", "data.max_length=100000", "parallelism.ulysses=2"]
-    needed = json.loads(plan("--recipe", recipe, "--gpus", 8, "--json", *size)[1])["memory"]["all"]
-    memory = ["--gpu-memory", 1.05 * needed / 1e9 / 0.92]
-    best = json.loads(plan("--recipe", recipe, "--gpus", 8, "--json", *size, *memory)[1])["best_layout"]
-    keys = [f"parallelism.{name}={best[name]}" for name in ("tensor", "ulysses", "ring", "ring_mode")]
-    keys += [f"memory.{name}={best[name]}" for name in ("recompute", "inputs", "block_mib")]
-    code, out, _ = plan("--recipe", recipe, "--gpus", 8, "--json", *size, *memory, *keys)
+    words = ["--recipe", recipe, "--gpus", 8, "--json", *size]
+    words += ["--gpu-memory", 1.05 * json.loads(plan(*words)[1])["memory"]["all"] / 1e9 / 0.92]
+    best = json.loads(plan(*words)[1])["best_layout"]
+    code, out, _ = plan(*words, *keys_of(best))
     assert code == 0 and json.loads(out)["stream"]["tokens"] == best["tokens"]
 
 
@@ -134,19 +134,14 @@ def test_the_longest_context_fits_and_a_little_more_does_not(supervised):
     planned, usable = Planned(DRAFT, 4, torch.bfloat16, memory=MemoryPlan("full", 2**20)), 5e8
     tokens = longest_context(planned, lambda tokens: PlannedStream(tokens, 1, supervised), usable)
     assert tokens > 1024
-    assert (
-        PlannedStream(tokens, 1, supervised).needs(planned)
-        <= usable
-        < PlannedStream(tokens + 1024, 1, supervised).needs(planned)
-    )
+    needs = [PlannedStream(count, 1, supervised).needs(planned) for count in (tokens, tokens + 1024)]
+    assert needs[0] <= usable < needs[1]
 
 
 def test_the_best_layout_fits_and_takes_no_more_gpus_a_stream_than_it_must():
     planned, stream = Planned(DRAFT, 4, torch.bfloat16, memory=MemoryPlan("full", 2**20)), PlannedStream(2**17, 1, 1.0)
-    sizes = [
-        best_layout(planned, 8, lambda sizes: stream, usable).planned.sizes
-        for usable in (1e12, stream.needs(planned) / 3)
-    ]
+    rooms = (1e12, stream.needs(planned) / 3)
+    sizes = [best_layout(planned, 8, lambda sizes: stream, usable).planned.sizes for usable in rooms]
     assert sizes[0].sequence == 1 and sizes[1].sequence > 1
     assert all(each.ranks == 8 for each in sizes)
     assert {each.sizes.ranks for each in layouts(planned, 8)} == {8}
@@ -188,12 +183,10 @@ def test_each_span_of_a_document_costs_a_window_of_keys(ulysses, ring):
     assert 0.7 * expected.rows < max(share.rows for share in shares) < 1.05 * expected.rows
 
 
-def test_the_planner_knows_spans(tmp_path, plan):
+def test_the_planner_knows_spans(plan, recipe):
     """With ten spans of 100 tokens and a window of 50, a document of a million tokens costs 1,500 rows, however much of
     it is supervised."""
-    recipe = write_recipe(tmp_path, make_target(tmp_path / "target"))
-    chosen = ["data.spans={length: 100, per_document: 10}", "model.draft.window=50"]
-    reports = []
+    chosen, reports = ["data.spans={length: 100, per_document: 10}", "model.draft.window=50"], []
     for context, words in (("1000000", chosen), ("2000000", chosen), ("1000000", chosen[1:])):
         reports.append(json.loads(plan("--recipe", recipe, "--json", "--gpus", "1", "--context", context, *words)[1]))
     spanned, longer, whole = reports
@@ -212,9 +205,8 @@ def test_weights_are_counted_as_the_module_has_them(topology):
 
 def test_recomputing_costs_flops_and_saves_bytes_and_more_ranks_divide_both():
     share = RankShare.expected(8192, 1.0, Sizes())
-    by_mode = [
-        Planned(DRAFT, 7, torch.bfloat16, memory=MemoryPlan(mode)) for mode in ("none", "attention_kept", "full")
-    ]
+    modes = ("none", "attention_kept", "full")
+    by_mode = [Planned(DRAFT, 7, torch.bfloat16, memory=MemoryPlan(mode)) for mode in modes]
     flops = [step_flops(each, share) for each in by_mode]
     assert flops[0].model == flops[1].model == flops[2].model == flops[0].executed
     assert flops[0].executed < flops[1].executed < flops[2].executed

@@ -1,7 +1,6 @@
 """Conversations and a byte tokenizer, for tests that prepare samples in milliseconds."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +13,8 @@ from eagle3.text.prepare import Prepared, prepare_samples
 from eagle3.text.samples import SampleSet, SampleWriter
 
 TEMPLATE = (CHAT_TEMPLATES / "zephyr.jinja").read_text()
-OPTIONS = {
-    "chat_template": TEMPLATE,
-    "max_length": 100,
-    "too_long": "stop",
-    "unusable": "stop",
-    "max_samples": None,
-    "workers": 1,
-    "report": print,
-}
+OPTIONS = {"chat_template": TEMPLATE, "max_length": 100, "too_long": "stop", "unusable": "stop"}
+OPTIONS |= {"max_samples": None, "workers": 1, "report": print}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -39,28 +31,16 @@ def data(path: Path, *answers: str | None) -> list[str]:
     """A file of one-question conversations; None for one without an answer."""
     rows = []
     for answer in answers:
-        question = {"role": "user", "content": "Hi"}
-        rows.append(
-            {"messages": [question] if answer is None else [question, {"role": "assistant", "content": answer}]}
-        )
+        said = [] if answer is None else [{"role": "assistant", "content": answer}]
+        rows.append({"messages": [{"role": "user", "content": "Hi"}, *said]})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [str(path)]
 
 
-def prepare(
-    sources: list[str],
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    max_samples: int | None,
-    workers: int | None,
-    cache_dir: Path,
-    report: Callable[[str], None],
-    **rules: object,
-) -> Prepared:
-    encoder = SampleEncoder(tokenizer, **rules)
-    return prepare_samples(
-        sources, encoder, max_samples=max_samples, workers=workers, cache_dir=cache_dir, report=report
-    )
+def prepare(sources: list[str], tokenizer: PreTrainedTokenizerFast, **options: object) -> Prepared:
+    """options: those of prepare_samples, and the encoder's rules."""
+    own = {name: options.pop(name) for name in ("max_samples", "workers", "cache_dir", "report")}
+    return prepare_samples(sources, SampleEncoder(tokenizer, **options), **own)
 
 
 def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, *answers: str | None, **options: object) -> Prepared:

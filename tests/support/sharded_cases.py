@@ -92,22 +92,11 @@ class Sharded:
 
     def case(self) -> Case:
         masks = [mask for stream in self._masks() for mask in stream]
-        return random_case(
-            masks,
-            seed=1,
-            rows=self.rows,
-            hidden_size=32,
-            target_hidden_size=20,
-            num_attention_heads=HEADS,
-            num_key_value_heads=self.kv_heads,
-            window=self.window,
-            vocab_size=41,
-            draft_vocab_size=36,
-            fc_norm=True,
-            num_aux_hidden_states=self.states,
-            qk_norm=self.heads != "plain",
-            attention_bias=self.heads != "plain",
-        )
+        sizes = {"hidden_size": 32, "target_hidden_size": 20, "vocab_size": 41, "draft_vocab_size": 36}
+        heads = {"num_attention_heads": HEADS, "num_key_value_heads": self.kv_heads, "window": self.window}
+        heads |= dict.fromkeys(("qk_norm", "attention_bias"), self.heads != "plain")
+        states = {"fc_norm": True, "num_aux_hidden_states": self.states}
+        return random_case(masks, seed=1, rows=self.rows, **sizes, **heads, **states)
 
     def dealt(self, case: Case) -> list[list[Document]]:
         """The case's documents by stream; there are data x accumulation streams."""

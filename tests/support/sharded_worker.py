@@ -1,11 +1,11 @@
 """Runs the cases of sharded_cases.py, all in one launch, and writes what each computed for
 tests/parallel/test_sharded.py.
 
-python tests/support/sharded_worker.py FOLDER [name ...]
+python tests/support/sharded_worker.py FOLDER
 """
 
+import math
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -24,22 +24,18 @@ from eagle3.parallel.topology import start_distributed, stop_distributed
 GOLDEN_CASES = ("dense", "ragged", "windowed", "served")
 
 
-def main(folder: Path, names: list[str]) -> None:
-    cases = [case for case in base_cases() + covering_cases() if not names or case.name in names]
-    courses = [course for course in COURSES if not names or course.name in names]
-    courses = list(dict.fromkeys([*courses, *map(reference, courses)]))
-    began = time.monotonic()
+def main(folder: Path) -> None:
+    cases = base_cases() + covering_cases()
+    courses = list(dict.fromkeys([*COURSES, *map(reference, COURSES)]))
     for sizes in sorted({case.sizes for case in cases + courses}):
         # new processes for each layout, because forming groups anew would leave the old groups' threads behind
         mine, own_courses = ([each for each in every if each.sizes == sizes] for every in (cases, courses))
-        fork_ranks(mine[0].world if mine else own_courses[0].world, partial(run, mine, own_courses, folder))
-        print(f"{time.monotonic() - began:6.1f} s  {sizes}: {len(mine)} cases, {len(own_courses)} courses", flush=True)
+        fork_ranks(math.prod(sizes), partial(run, sizes, mine, own_courses, folder))
 
 
-def run(cases: list[Sharded], courses: list[Sharded], folder: Path) -> None:
+def run(sizes: tuple[int, ...], cases: list[Sharded], courses: list[Sharded], folder: Path) -> None:
     """What each rank computes: cases and courses, golden cases and the bytes sent by name, and differences from
     DeepSpeed's attention."""
-    sizes = (cases + courses)[0].sizes
     tensor, ulysses, ring, _ = sizes
     topology = start_distributed(tensor, ulysses, ring)
     results = {}
@@ -49,7 +45,7 @@ def run(cases: list[Sharded], courses: list[Sharded], folder: Path) -> None:
             results[case.name, dtype] = train_case(
                 data, topology, dtype, STEPS, case.config, case.dealt(data), case.sharding, case.ring_mode, case.memory
             )
-    if ulysses > 1 and (cases + courses)[0].world == ulysses:
+    if ulysses > 1 and math.prod(sizes) == ulysses:
         results["distributed attention"] = [differences(topology, heads) for heads in (ulysses, 8)]
     for case in filter(on_counted_bytes, cases):
         results["bytes"] = count_bytes(case, topology)
@@ -95,4 +91,4 @@ def on_counted_bytes(case: Sharded) -> bool:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path(sys.argv[1]))
