@@ -237,7 +237,7 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
         servers = Servers([case.url], spool.path, 4)
         producer = Producer(servers, spool, 2**30, readers=1)
 
-        def ask(ticket: Ticket, reading: Reading) -> None:
+        def ask(ticket: Ticket, reading: SampleReading) -> None:
             wanted = WantedRows.all(ticket.tokens)
             producer.ask(ticket, reading.sample.ids, wanted, spool_bytes(settings.encoding, wanted))
 
