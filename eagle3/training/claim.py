@@ -51,8 +51,8 @@ class Claim:
                     )
                 time.sleep(0.02)
             try:
-                self.file.truncate(0)
-                self.file.write(self.text)
+                self.file.write(self.text)  # over an earlier run's text, so that the first line is always a holder's
+                self.file.truncate(len(self.text))
             except OSError:
                 self.path.unlink(missing_ok=True)
                 self.release()
@@ -62,7 +62,7 @@ class Claim:
         """Tries once to claim the folder. Returns whether that succeeded; only then does the file stay open."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # the folder, or the file, was moved or removed just now
-            self.file = self.path.open("ab+", buffering=0)
+            self.file = open(self.path, "rb+", buffering=0, opener=_created)  # noqa: SIM115
             state = lock(self.file)
             self.locked = state is Lock.HELD
             with suppress(FileNotFoundError):
@@ -106,6 +106,10 @@ def holder_of(folder: Path) -> str | None:
     with suppress(OSError), path.open("rb+") as file:
         return _holder(path) if lock(file) is Lock.TAKEN else None
     return None
+
+
+def _created(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT, 0o666)
 
 
 def _holder(path: Path) -> str:
