@@ -35,6 +35,7 @@ from eagle3.attention.block import EFFICIENT, FLASH, FLASH4, BlockKernels
 from eagle3.attention.ring import RingMode
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError, run_command
+from eagle3.jobs.gate import require_divisible
 from eagle3.objective.model import DraftObjective, Kernels
 from eagle3.objective.recompute import MemoryPlan, Recompute
 from eagle3.objective.streaming import Residence
@@ -112,7 +113,7 @@ class Case:
         ):
             if not fits:
                 raise UserError(f"{text!r}: {name} is {getattr(case, name)}; write {rule}")
-        LLAMA_3_1_8B.check_parallel(case.tensor, case.ulysses)
+        require_divisible(LLAMA_3_1_8B, case.tensor, case.ulysses)
         return case
 
     @property

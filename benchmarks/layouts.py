@@ -13,6 +13,7 @@ from eagle3.attention.ring import RingMode
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
+from eagle3.jobs.gate import require_divisible
 from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import BatchCounts, LossConfig, loss_value, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
@@ -66,7 +67,7 @@ class Layout:
     def draft(self, config: DraftConfig) -> DraftConfig:
         """The draft with this layout's key/value heads. Raises UserError if the groups cannot share it."""
         config = replace(config, num_key_value_heads=self.kv_heads or config.num_key_value_heads)
-        config.check_parallel(self.tensor, self.ulysses)
+        require_divisible(config, self.tensor, self.ulysses)
         return config
 
     def start(self) -> Topology:

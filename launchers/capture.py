@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import Console, is_first_rank, printable, tell, waiting
 from eagle3.errors import SharedUserError, run_command
+from eagle3.jobs.gate import Gate
 from eagle3.parallel.sizes import check_sizes, launched
 from eagle3.preflight.inputs import require_inputs, require_servers, require_store_place, require_weights
 from eagle3.recipe.loading import load_recipe
@@ -78,22 +79,23 @@ def work(
     """Carries out what the options ask for. Returns this rank's exit code."""
     from eagle3.jobs.capture import fill, verify
     from eagle3.jobs.job import choose_draft, find_target, gather_inputs
-    from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store, spans_of
+    from eagle3.jobs.provenance import spans_of
     from eagle3.jobs.sglang_engine import SGLangEngine
     from eagle3.parallel.topology import agreed
     from eagle3.states.capture import wanted_samples
     from eagle3.states.store.folder import has_shards
     from eagle3.states.store.writer import CapturePart
 
-    path, is_known = recipe.hidden_states.path, False  # whether this rank can compare the recipe with the store
+    path, gate, stored = recipe.hidden_states.path, Gate(recipe, console.warn, training=False), None
     if topology.is_first and not options.print_server and (is_url(path) or Path(path, "store.json").exists()):
-        is_known = has_shards(open_files(path))  # a manifest alone was left by a capture that was refused, or gave up
-    agreed(lambda: require_fitting_settings(recipe), is_known)
+        stored = open_files(path)
+    # a manifest alone was left by a capture that was refused, or gave up
+    agreed(lambda: gate.know(store=stored), stored is not None and has_shards(stored))
     watchdog.at("gathering the data")
     known = find_target(recipe, topology.device, console)
-    agreed(lambda: require_fitting_store(known), is_known)
+    agreed(lambda: gate.know(known=known), topology.is_first)
     job = choose_draft(gather_inputs(known, console), console)
-    job.shape.check_context(int(job.inputs.train.lengths.max()))  # the check that training will make, too
+    gate.know(draft=job.shape, longest=int(job.inputs.train.lengths.max()))
     if options.print_server:
         line = agreed(lambda: SGLangEngine(job, console).line())
         if topology.is_first:

@@ -17,6 +17,7 @@ from eagle3.command_line import RecipeParser, from_to, slow_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.draft.config import draft_digest, read_draft_config
 from eagle3.errors import UserError, run_command
+from eagle3.jobs.gate import require_chain
 from eagle3.planning.gpus import DEFAULT_GPU, GPUS, gpu_named
 from eagle3.preflight.inputs import prompt_files, require_export, require_inputs, require_weights
 from eagle3.preflight.result_file import require_result_place, write_result
@@ -236,10 +237,10 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
     config, origin = require_export(draft), str(draft / "config.json")
     if options.window is not None:
         config, origin = replace(config, window=options.window), f"--window {options.window}"
-    config.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
+    require_chain(config, recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
     for window in options.windows:
         other = replace(config, window=window)
-        other.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", f"--windows {window}")
+        require_chain(other, recipe.evaluation.draft_tokens, "evaluation.draft_tokens", f"--windows {window}")
     if config.window in options.windows:
         raise UserError(f"--windows: the draft is judged with {config.window} anyway; leave that out")
     if options.engine == "transformers":

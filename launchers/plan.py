@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 from eagle3.command_line import RecipeParser, from_to, slow_imports
-from eagle3.console import GREEN, RED, tell
+from eagle3.console import GREEN, RED, Console, tell
 from eagle3.errors import SharedUserError, run_command
+from eagle3.jobs.gate import Gate
 from eagle3.parallel.sizes import check_sizes, stream_samples
 from eagle3.recipe.loading import load_recipe
 from eagle3.training.deepspeed_file import ZERO2
@@ -38,7 +39,7 @@ def main() -> int:
     if options.context and round(options.context * options.supervised) < 1:
         raise SharedUserError(f"--supervised {options.supervised}: leaves less than one token; give a larger share")
     recipe = load_recipe(options.recipe, options.overrides)
-    sizes = recipe.parallelism
+    gate, sizes = Gate(recipe, Console(True).warn, training=True), recipe.parallelism
     data = check_sizes(f"--gpus {options.gpus}: parallelism", sizes.tensor, sizes.ulysses, sizes.ring, options.gpus)
     if options.context is None:
         stream_samples(recipe.training.global_batch_size, data, recipe.training.accumulation)
@@ -47,7 +48,10 @@ def main() -> int:
         from eagle3.jobs.derived import config_of, shape_draft
         from eagle3.jobs.plan import DOES_NOT_FIT, FITS, plan, plan_text, planned_step
 
-    draft = shape_draft(recipe, config_of(recipe))
+    config = config_of(recipe)
+    gate.know(config=config)
+    draft = shape_draft(recipe, config)
+    gate.know(draft=draft)
     planned = planned_step(recipe, draft, options.gpus, options.deepspeed, packed=options.context is None)
     report = plan(recipe, planned, options.gpu_memory * 1e9, options.context, options.supervised)
     if options.json:

@@ -11,8 +11,9 @@ from pathlib import Path
 from eagle3.command_line import RecipeParser, from_to, slow_imports
 from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.errors import UserError, run_command
+from eagle3.jobs.gate import Gate
 from eagle3.parallel.sizes import check_sizes, launched, read_job_size
-from eagle3.preflight.inputs import require_inputs, require_servers, require_store, require_trainable, require_weights
+from eagle3.preflight.inputs import require_inputs, require_servers, require_store, require_weights
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.training.claim import holder_of
@@ -122,7 +123,8 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     parallelism = recipe.parallelism
     data = check_sizes("parallelism", parallelism.tensor, parallelism.ulysses, parallelism.ring, ranks_of(options))
     read_deepspeed_file(options.deepspeed, recipe.training, data)
-    require_trainable(recipe)
+    gate = Gate(recipe, Console(True).warn, training=True)
+    gate.know()
     folder = RunFolder(recipe.output.dir)
     continues = False
     if is_first_rank():
@@ -142,9 +144,9 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
         from eagle3.reporting.report import write_up
 
     if options.check:
-        layout = check_layout(recipe, options.deepspeed, options.check, Console(True).warn)
+        layout = check_layout(gate, options.deepspeed, options.check)
         if holder := holder_of(folder.path):  # no error: the job being checked may start after that run has ended
-            Console(True).warn(
+            gate.warn(
                 f"{folder.path}: another run writes this folder ({holder}); until it ends, a second one is refused"
             )
         if not options.quiet:

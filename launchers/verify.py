@@ -47,6 +47,7 @@ def main() -> int:
         import torch
         from safetensors.torch import save_file
 
+        from eagle3.jobs.gate import require_chain
         from eagle3.jobs.verify import read_case, read_tensors, relative_errors, run_case, tolerance
         from eagle3.objective.model import MemoryPlan
         from eagle3.parallel.sequence import SequenceSharding
@@ -61,7 +62,7 @@ def main() -> int:
     if options.window is not None:
         case = replace(case, draft=replace(case.draft, config=replace(case.draft.config, window=options.window)))
     origin = options.case / "config.json" if options.window is None else f"--window {options.window}"
-    case.draft.config.check_chain(steps, "TTT steps of the case", str(origin))
+    require_chain(case.draft.config, steps, "TTT steps of the case", str(origin))
     topology = start_distributed(options.tp, options.ulysses, options.ring)
     dtype = getattr(torch, options.dtype)
     sharding = SequenceSharding(options.ulysses, options.ring, options.layout, options.query_selection)

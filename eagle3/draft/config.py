@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from eagle3.draft.rope_parameters import complete_rope, rope_parameters
 from eagle3.durable import file_digest
@@ -19,6 +19,15 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 MOST_AUX_LAYERS = 8  # that a draft reads
 DRAFTED_TOKENS = 32_000  # size of the draft vocabulary in EAGLE3's own drafts
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+
+
+class Indivisible(NamedTuple):
+    """A size of a draft that a number of ranks does not divide."""
+
+    degree: str  # of which parallelism: tensor or ulysses
+    name: str
+    size: int  # for ulysses, of one tensor-parallel rank
+    near: list[int]  # degrees that would divide it
 
 
 @dataclass(frozen=True)
@@ -92,45 +101,24 @@ class DraftConfig:
         """Width of the target's states that the draft fuses, side by side."""
         return self.num_aux_hidden_states * self.target_hidden_size
 
-    def check_parallel(self, tensor: int, ulysses: int) -> None:
-        """Raises UserError, naming sizes that would work, if the draft cannot be divided by these degrees. Fewer
-        key/value heads than `tensor` is an error; fewer than `ulysses` is not, since they are replicated."""
+    def indivisible(self, tensor: int, ulysses: int) -> "Indivisible | None":
+        """What cannot be divided by these degrees, if anything. Fewer key/value heads than `tensor` cannot; fewer than
+        `ulysses` can, since they are replicated."""
         names = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "draft_vocab_size")
         for name in names:
-            size = getattr(self, name)
-            if size % tensor:
+            if getattr(self, name) % tensor:
                 fits = [n for n in range(1, tensor) if not any(getattr(self, other) % n for other in names)]
-                raise SharedUserError(
-                    f"parallelism.tensor: {tensor} does not divide the draft's {name} {size}; use "
-                    f"{' or '.join(map(str, fits[-3:]))}, or change it under model.draft"
-                )
+                return Indivisible("tensor", name, getattr(self, name), fits[-3:])
         heads = self.num_attention_heads // tensor
         if heads % ulysses:
             fits = [n for n in range(1, heads + 1) if heads % n == 0]
             near = [n for n in fits if n < ulysses][-1:] + [n for n in fits if n > ulysses][:1]
-            raise SharedUserError(
-                f"parallelism.ulysses: {ulysses} does not divide the {heads} attention heads of a tensor-parallel "
-                f"rank; use {' or '.join(map(str, near))}, and parallelism.ring for the rest"
-            )
+            return Indivisible("ulysses", "num_attention_heads", heads, near)
+        return None
 
-    def check_chain(self, steps: int, key: str, origin: str) -> None:
-        """Raises UserError if the draft's window cannot hold the keys of a chain of `steps` tokens. For the message,
-        `key` names the setting for the number of steps, and `origin` the one for the window."""
-        if self.window is not None and self.window < steps:
-            raise SharedUserError(
-                f"{origin}: a window of {self.window} keys cannot hold a chain of {steps} ({key}); lower that, or use "
-                f"a window of at least {steps}"
-            )
-
-    def check_context(self, longest: int) -> None:
-        """Raises UserError if the longest sample has more tokens than the draft has positions."""
-        if longest > self.max_position_embeddings:
-            raise SharedUserError(
-                f"data.max_length: a sample has {longest} tokens, but the draft only reaches "
-                f"{self.max_position_embeddings} (max_position_embeddings); lower data.max_length, or set "
-                "model.draft.max_position_embeddings (if the target itself ends there, extend it, and give the draft "
-                "its rope with model.draft.rope_parameters)"
-            )
+    def holds_chain(self, steps: int) -> bool:
+        """Whether the window has room for the keys of a chain of `steps` tokens."""
+        return self.window is None or self.window >= steps
 
     @classmethod
     def from_json(cls, values: dict[str, Any], origin: str) -> "DraftConfig":

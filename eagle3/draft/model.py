@@ -82,7 +82,8 @@ class Eagle3Draft(MegatronModule):
     """
 
     def __init__(self, draft_config: DraftConfig, groups: ProcessGroupCollection, dtype: torch.dtype) -> None:
-        draft_config.check_parallel(groups.tp.size(), ulysses=1)
+        if wrong := draft_config.indivisible(groups.tp.size(), ulysses=1):
+            raise ValueError(f"a draft that {groups.tp.size()} tensor-parallel ranks cannot divide: {wrong}")
         config = transformer_config(draft_config, groups.tp.size(), dtype)
         super().__init__(config=config)
         self.draft_config, self.pg_collection = draft_config, groups

@@ -135,7 +135,7 @@ class ChainDrafter:
     def propose(self, count: int, rule: AcceptanceRule) -> DrawnTokens:
         """Propose a chain of `count` drafts after the last row's next token, by as many training-time-test steps on
         that row. `rule` draws each of them."""
-        self.draft.draft_config.check_chain(count, "drafted tokens", "draft")
+        assert self.draft.draft_config.holds_chain(count)
         shared = SharedKeyValue(self.prefix[None, :, : self.rows])
         draft, hidden, token, own = self.at_work, self.hidden, self.next_token, ()
         tokens, probabilities = [], []

@@ -66,7 +66,7 @@ def forced_drafts(
 ) -> list[ForcedDrafts]:
     """What the draft proposes at every place of each text. aux: for each text the auxiliary states [T, 3Ht] that the
     draft reads. d2t [Vd] is on the draft's device."""
-    draft.draft_config.check_chain(draft_tokens, "drafted tokens", "draft")
+    assert draft.draft_config.holds_chain(draft_tokens)
     attention, device = judging_attention(draft), d2t.device
     results: dict[int, ForcedDrafts] = {}
     for batch in length_buckets([len(text.ids) for text in texts], PACKED_TOKENS):

@@ -1,21 +1,17 @@
 """What follows from a recipe and its target's config alone. Needs neither Megatron nor any data, so that recipes are
 written and plans are made in seconds."""
 
-from dataclasses import replace
 from typing import Any
 
 from transformers import LlamaConfig, PretrainedConfig
 
-from eagle3.console import Say
 from eagle3.demo.target import demo_shape
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.draft.derivation import derive_draft
-from eagle3.errors import SharedUserError
 from eagle3.recipe.schema import Draft, Recipe
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import target_config
-from eagle3.targets.facts import is_stateful
 from eagle3.text.vocabulary import DraftVocabulary
 
 # What model.draft.config gives a draft, beside its vocabulary's size and auxiliary layers; and which of it model.draft
@@ -47,64 +43,13 @@ def shape_draft(recipe: Recipe, target: PretrainedConfig, vocabulary: DraftVocab
     if draft.config is not None:
         config = read_draft_config(draft.config)
         changes = {name: changes.get(name) or getattr(config, name) for name in GIVEN}
-    shape = derive_draft(
+    return derive_draft(
         target,
         draft_vocab_size=vocabulary.size if vocabulary else vocabulary_size(draft, target.vocab_size),
         aux_layers=aux_layers_of(recipe, target),
         vocab_size=len(vocabulary.t2d) if vocabulary else target.vocab_size,
         **changes,
     )
-    origin = "model.draft.window" if draft.config is None or draft.window is not None else str(draft.config)
-    shape.check_chain(recipe.training.ttt_steps, "training.ttt_steps", origin)
-    shape.check_chain(recipe.evaluation.draft_tokens, "evaluation.draft_tokens", origin)
-    return shape
-
-
-def require_fitting_draft(recipe: Recipe, shape: DraftConfig, target: PretrainedConfig, warn: Say) -> None:
-    """Raises UserError unless a draft of this shape can begin as the recipe says, in its layout. train.py asks this of
-    the shape with the chosen vocabulary, `train.py --check` of the one that the recipe leads to expect."""
-    require_fitting_start(recipe, shape)
-    shape.check_parallel(recipe.parallelism.tensor, recipe.parallelism.ulysses)
-    if shape.aux_layers[-1] == target.num_hidden_layers - 1 > 2:
-        warn(
-            f"model.aux_layers: {list(shape.aux_layers)} has the output of the target's last layer, which SGLang does "
-            "not capture, so it will not serve this draft; name lower layers to serve it there"
-        )
-
-
-def require_judgeable(recipe: Recipe, target: PretrainedConfig) -> None:
-    """Raises UserError if drafts are to be judged after training, but the target's layers carry a state."""
-    if recipe.evaluation.conversations and is_stateful(target):
-        raise SharedUserError(
-            f"evaluation.conversations: {recipe.evaluation.conversations}, but the target's layers carry a state from "
-            "token to token, which cannot be rolled back after a rejected draft; set it to 0 to train, and judge with "
-            "evaluate.py --engine sglang evaluation.conversations=16"
-        )
-
-
-def require_fitting_start(recipe: Recipe, shape: DraftConfig) -> None:
-    """Raises UserError if model.draft.init_from is the export of a draft with other sizes than this run's, `shape`."""
-    draft, model, folder = recipe.model.draft, recipe.model, recipe.model.draft.init_from
-    if folder is None:
-        return
-    given = read_draft_config(folder / "config.json")
-    if given.window is not None and shape.window is None:
-        raise SharedUserError(
-            f"{folder}: has a window of {given.window} keys, this run's draft full attention; set model.draft.window "
-            "to that, or to another number"
-        )
-    # The draft vocabulary is taken from the export, too.
-    for name in shape.different_sizes(replace(given, draft_vocab_size=shape.draft_vocab_size))[:1]:
-        section, place = (model, "model") if name == "aux_layers" else (draft, "model.draft")
-        remedy = f"set model.draft.config to {folder}/config.json"
-        if getattr(section, name, None):
-            remedy = f"leave out {place}.{name} and {remedy}"
-        if name in ("hidden_size", "target_hidden_size", "vocab_size"):
-            remedy = "name the export of a draft for this target"
-        raise SharedUserError(
-            f"{folder}: {name} is {getattr(given, name)!r}, this run's draft has {getattr(shape, name)!r}; {remedy}, "
-            "or train without init_from"
-        )
 
 
 def aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from eagle3.attention.cuda import FLASH4_CAPABILITY, has_flash4
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.jobs.derived import config_of, shape_draft
+from eagle3.jobs.gate import require_divisible
 from eagle3.jobs.verify import NOT_IN_BFLOAT16, read_case, read_tensors, relative_errors, run_case, tolerance
 from eagle3.kernels.choice import (
     NONE_RIGHT,
@@ -80,7 +81,7 @@ def _demanded(recipe: Recipe) -> dict[str, int | None] | str | None:
     if draft is None:
         return None
     try:
-        draft.check_parallel(parallelism.tensor, parallelism.ulysses)
+        require_divisible(draft, parallelism.tensor, parallelism.ulysses)
     except UserError as error:
         return str(error)
     demand = KernelDemand.of(draft, parallelism.tensor, parallelism.ulysses, torch.float32, recipe.training.ttt_steps)

@@ -7,45 +7,41 @@ from transformers import PretrainedConfig
 
 from eagle3.console import Say
 from eagle3.errors import UserError
-from eagle3.jobs.derived import config_of, require_fitting_draft, require_judgeable, shape_draft
+from eagle3.jobs.derived import config_of, shape_draft
+from eagle3.jobs.gate import Gate
 from eagle3.jobs.job import find_target
-from eagle3.jobs.provenance import require_fitting_settings, require_fitting_store
 from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.recipe.schema import Recipe
+from eagle3.states.store.files import open_files
 from eagle3.training.deepspeed_file import deepspeed_config
 
 
-def check_layout(recipe: Recipe, deepspeed_file: Path, job: str, warn: Say) -> str:
-    """Describe the recipe's layout on this job in one line.
+def check_layout(gate: Gate, deepspeed_file: Path, job: str) -> str:
+    """Describe the layout of the gate's recipe on this job in one line. Warns of what may stop the job, or could not be
+    checked. Raises UserError if the recipe does not fit the job.
 
     job: `NxP`, i.e. N nodes with P processes each
-    warn: gets a line for what may stop the job, or could not be checked
-
-    Raises UserError if the recipe does not fit the job, or if traffic that should stay inside a node would leave it.
     """
+    recipe, warn = gate.recipe, gate.warn
     (nodes, processes), sizes = read_job_size(job), recipe.parallelism
     data = check_sizes("parallelism", sizes.tensor, sizes.ulysses, sizes.ring, nodes * processes)
-    inside = sizes.tensor * sizes.ulysses
-    if nodes > 1 and processes % inside:
-        raise UserError(
-            f"parallelism: tensor {sizes.tensor} x ulysses {sizes.ulysses} would cross nodes of {processes} "
-            f"processes; let their product divide {processes}, and use parallelism.ring between nodes"
-        )
+    gate.know(nodes=nodes, processes=processes)
     samples = deepspeed_config(deepspeed_file, recipe.training, data)["train_micro_batch_size_per_gpu"]
     if recipe.hidden_states.mode == "stored":
-        require_fitting_settings(recipe)
+        gate.know(store=open_files(recipe.hidden_states.path))
     if config := _config_if_here(recipe, warn):
-        require_judgeable(recipe, config)
+        gate.know(config=config)
         shape = shape_draft(recipe, config)
-        require_fitting_draft(recipe, shape, config, warn)
+        gate.know(draft=shape)
         if recipe.data.max_length > shape.max_position_embeddings:
             warn(
                 f"data.max_length: {recipe.data.max_length}, but the draft only reaches "
                 f"{shape.max_position_embeddings} (max_position_embeddings): a sample that is longer ends the job"
             )
         if recipe.hidden_states.mode == "stored" and Path(recipe.model.target).is_dir():
-            require_fitting_store(find_target(recipe, torch.device("cpu"), say=lambda line: None))
-    crosses = "crosses nodes" if nodes > 1 and inside * sizes.ring > processes else "inside a node"
+            gate.know(known=find_target(recipe, torch.device("cpu"), say=lambda line: None))
+    needed = sizes.tensor * sizes.ulysses * sizes.ring
+    crosses = "crosses nodes" if nodes > 1 and needed > processes else "inside a node"
     return (
         f"{nodes} node{'s' * (nodes > 1)} of {processes} process{'es' * (processes > 1)}: tensor {sizes.tensor} x "
         f"ulysses {sizes.ulysses} inside a node, ring {sizes.ring} {crosses}, data {data}; "

@@ -9,6 +9,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from eagle3.console import data_size
 from eagle3.draft.config import DraftConfig
 from eagle3.jobs.derived import store_encoding
+from eagle3.jobs.gate import require_divisible
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sizes import check_sizes
 from eagle3.planning.fitting import MOST_TOKENS, RESERVED, PlannedStream, best_layout, longest_context, variants
@@ -29,7 +30,7 @@ def planned_step(recipe: Recipe, draft: DraftConfig, gpus: int, deepspeed_file: 
     packed: plan the streams that the recipe packs; its batch must then divide evenly among the ranks
     """
     parallel, memory, training = recipe.parallelism, recipe.memory, recipe.training
-    draft.check_parallel(parallel.tensor, parallel.ulysses)
+    require_divisible(draft, parallel.tensor, parallel.ulysses)
     data = check_sizes("parallelism", parallel.tensor, parallel.ulysses, parallel.ring, gpus)
     if not packed:
         training = training.model_copy(update={"global_batch_size": data * training.accumulation})

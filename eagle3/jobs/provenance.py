@@ -10,8 +10,7 @@ from eagle3.jobs.job import Inputs, Job, KnownTarget
 from eagle3.packages import ABSENT, versions
 from eagle3.preflight.inputs import files_of
 from eagle3.recipe.schema import Recipe
-from eagle3.states.store.files import open_files
-from eagle3.states.store.folder import WINDOW, Provenance, read_manifest, read_own_manifest
+from eagle3.states.store.folder import Provenance
 from eagle3.text.encode import tokenizer_identity
 from eagle3.text.samples import Spans
 
@@ -57,26 +56,6 @@ def provenance(job: Job) -> Provenance:
 def store_provenance(job: Job) -> Provenance:
     """The settings with which a store must have been captured to serve this job."""
     return {**provenance(job), **stored_settings(job.recipe)}
-
-
-def require_fitting_settings(recipe: Recipe) -> None:
-    """Raises UserError if the store at hidden_states.path was written with settings that this recipe cannot read."""
-    teacher = "logits" if recipe.target.teacher == "logits" else None
-    rows = dict.fromkeys(WINDOW)  # a run that needs all rows has no window
-    settings = {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **stored_settings(recipe)}
-    _compare(recipe.hidden_states.path, settings)
-
-
-def require_fitting_store(known: KnownTarget) -> None:
-    """Raises UserError if the store belongs to a different target. Template and vocabulary are compared when the store
-    is opened."""
-    expected = {"target": known.fingerprint, "aux_layers": list(known.aux_layers)}
-    _compare(known.recipe.hidden_states.path, expected)
-
-
-def _compare(path: str, expected: Provenance) -> None:
-    files = open_files(path)
-    read_own_manifest(files, {**read_manifest(files).provenance, **expected})
 
 
 def spans_of(recipe: Recipe) -> Spans | None:

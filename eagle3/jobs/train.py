@@ -17,12 +17,12 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
-from eagle3.jobs.derived import require_fitting_draft, require_judgeable
 from eagle3.jobs.description import describe_run
 from eagle3.jobs.evaluate import held_out_prompts, judge, judgement_record, texts_of
+from eagle3.jobs.gate import Gate
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.plan import memory_plan
-from eagle3.jobs.provenance import input_digests, require_fitting_settings, require_fitting_store
+from eagle3.jobs.provenance import input_digests
 from eagle3.jobs.supply import HiddenStateSupply, hidden_state_supply
 from eagle3.kernels.choice import Choice, choose_kernels
 from eagle3.kernels.proof import KernelDemand
@@ -31,12 +31,12 @@ from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology, agreed, gathered, node_name
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.patches import NormLimit
-from eagle3.preflight.inputs import require_trainable
 from eagle3.preflight.places import checkpoint_bytes
 from eagle3.preflight.start import require_room, require_sound_start
 from eagle3.recipe.loading import dump_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.loader import StreamLoader
+from eagle3.states.store.files import open_files
 from eagle3.targets.logits import TargetHead
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import save_vocabulary
@@ -103,10 +103,11 @@ def train(
 
 
 def _train(recipe: Recipe, run: _Run, resume: Resume, stop: StopSignals, finish: Finish) -> bool:
-    require_trainable(recipe)
+    gate = Gate(recipe, run.console.warn, training=True)
+    gate.know()
     engine_config = deepspeed_config(run.deepspeed_file, recipe.training, run.topology.data.size())
     _enter(recipe, run, resume)
-    job = _resolve(recipe, run)
+    job = _resolve(gate, run)
     choice = _choose_kernels(job, run)
     with hidden_state_supply(job, run.topology, run.console) as supply:
         memory_before = memory_gib(run.topology.device)
@@ -144,25 +145,22 @@ def _enter(recipe: Recipe, run: _Run, resume: Resume) -> None:
     )
 
 
-def _resolve(recipe: Recipe, run: _Run) -> Job:
+def _resolve(gate: Gate, run: _Run) -> Job:
     """Resolve the job. Everything that can be refused is refused here, before a target is loaded and hours have
     passed."""
-    console, evaluation = run.console, recipe.evaluation
-    stored = recipe.hidden_states.mode == "stored"
-    if stored:
-        run.on_first(lambda: require_fitting_settings(recipe))
+    recipe, console = gate.recipe, run.console
+    if recipe.hidden_states.mode == "stored":
+        run.on_first(lambda: gate.know(store=open_files(recipe.hidden_states.path)))
     known = find_target(recipe, run.topology.device, console)
-    require_judgeable(recipe, known.config)
-    if stored:
-        run.on_first(lambda: require_fitting_store(known))
+    gate.know(config=known.config)
+    run.on_first(lambda: gate.know(known=known))
     inputs = gather_inputs(known, console)
-    if evaluation.conversations:
-        held_out_prompts(inputs, evaluation.draft_tokens)
+    if recipe.evaluation.conversations:
+        held_out_prompts(inputs, recipe.evaluation.draft_tokens)
     if run.continues:
         run.on_first(lambda: run.folder.require_same_inputs(input_digests(inputs)))
     job = choose_draft(inputs, console)
-    require_fitting_draft(recipe, job.shape, known.config, console.warn)
-    job.shape.check_context(int(job.inputs.train.lengths.max()))
+    gate.know(draft=job.shape, longest=int(job.inputs.train.lengths.max()))
     itemsize = getattr(torch, recipe.training.dtype).itemsize
     require_room(run.folder.path, checkpoint_bytes(job.shape, recipe.parallelism.tensor, itemsize))
     return job

@@ -13,6 +13,7 @@ from eagle3.attention.ring import RingMode
 from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, read_exported, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
+from eagle3.jobs.gate import require_divisible
 from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.losses import BatchCounts, LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
@@ -85,7 +86,7 @@ def run_case(
 
     Raises UserError if the draft cannot be divided among the ranks, or if no kernel is right.
     """
-    case.draft.config.check_parallel(topology.tensor.size(), sharding.ulysses)
+    require_divisible(case.draft.config, topology.tensor.size(), sharding.ulysses)
     draft = Eagle3Draft(case.draft.config, topology.modules, dtype)
     load_weights(draft, case.draft, topology.tensor)
     demand = KernelDemand.of(case.draft.config, topology.tensor.size(), sharding.ulysses, dtype, steps)

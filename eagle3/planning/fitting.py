@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from eagle3.errors import UserError
 from eagle3.planning.memory import rank_bytes
 from eagle3.planning.step import Machine, Planned, RankShare, Sizes, step_seconds
 
@@ -95,11 +94,8 @@ def layouts(planned: Planned, gpus: int) -> Iterator[Planned]:
     setting."""
     for sequence in _divisors(gpus // planned.sizes.tensor) if gpus % planned.sizes.tensor == 0 else ():
         for ulysses in _divisors(sequence):
-            try:
-                planned.draft.check_parallel(planned.sizes.tensor, ulysses)
-            except UserError:
-                continue
-            if ulysses * planned.sizes.tensor > Machine().node:
+            crosses = ulysses * planned.sizes.tensor > Machine().node
+            if crosses or planned.draft.indivisible(planned.sizes.tensor, ulysses):
                 continue
             data = gpus // (planned.sizes.tensor * sequence)
             sizes = Sizes(planned.sizes.tensor, ulysses, sequence // ulysses, data)

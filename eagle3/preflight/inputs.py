@@ -67,24 +67,6 @@ def require_inputs(recipe: Recipe) -> None:
         check_variables(read_template(data.chat_template), data.template_variables)
 
 
-def require_trainable(recipe: Recipe) -> None:
-    """Raises UserError for keys that contradict each other in training. (capture.py and evaluate.py accept such
-    recipes.)"""
-    data, hidden = recipe.data, recipe.hidden_states
-    if recipe.evaluation.conversations and not data.held_out and not data.held_out_fraction:
-        raise SharedUserError(
-            f"evaluation.conversations: {recipe.evaluation.conversations}, but nothing is held out; name "
-            "data.held_out, raise data.held_out_fraction, or set evaluation.conversations=0"
-        )
-    for key in ("ulysses", "ring") if hidden.mode == "live" else ():
-        if getattr(hidden, key) > 1:
-            raise SharedUserError(
-                f"hidden_states.{key}: {getattr(hidden, key)}, but live hidden states are computed by one rank per "
-                "document, or by SGLang; set it to 1, or capture a store with capture.py and train with "
-                "hidden_states.mode=stored"
-            )
-
-
 def require_weights(target: str) -> None:
     """Raises UserError if a target's folder has no weights, or has a weight file that cannot be opened."""
     folder = Path(target)

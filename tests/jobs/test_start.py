@@ -12,6 +12,7 @@ from privileges import file_modes_count
 from tiny_run import finish, launch, write_recipe
 
 from eagle3.errors import UserError
+from eagle3.jobs.gate import Gate
 from eagle3.jobs.layout import check_layout
 from eagle3.recipe.loading import load_recipe
 
@@ -32,7 +33,8 @@ def recipe(chosen):
 )
 def test_a_layout_that_fits_is_told(job, message, chosen):
     warnings: list[str] = []
-    assert message in check_layout(recipe(chosen), ZERO2, job, warnings.append) and not warnings
+    gate = Gate(recipe(chosen), warnings.append, training=True)
+    assert message in check_layout(gate, ZERO2, job) and not warnings
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_a_layout_that_fits_is_told(job, message, chosen):
 )
 def test_a_layout_that_does_not_fit_is_refused_with_the_remedy(job, message, chosen):
     with pytest.raises(UserError, match=message):
-        check_layout(recipe(chosen), ZERO2, job, warn=print)
+        check_layout(Gate(recipe(chosen), print, training=True), ZERO2, job)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from places import GOLDEN, TESTS
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
+from eagle3.jobs.gate import require_divisible
 from eagle3.jobs.verify import read_case, run_case
 from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import every_core, job_store, start_distributed, usable_cores
@@ -22,7 +23,7 @@ SHAPE |= {"num_attention_heads": 24, "num_key_value_heads": 8, "head_dim": 4, "v
 
 @pytest.mark.parametrize(("tensor", "ulysses"), [(1, 1), (2, 1), (8, 3), (4, 6), (1, 24)])
 def test_sizes_that_divide_are_taken(tensor, ulysses):
-    DraftConfig(**SHAPE).check_parallel(tensor, ulysses)
+    require_divisible(DraftConfig(**SHAPE), tensor, ulysses)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def test_sizes_that_divide_are_taken(tensor, ulysses):
 )
 def test_a_tensor_size_that_does_not_divide_the_draft_is_refused(changes, tensor, named):
     with pytest.raises(UserError, match=f"^parallelism.tensor: {tensor} does not divide the draft's {named}"):
-        DraftConfig(**SHAPE | changes).check_parallel(tensor, 1)
+        require_divisible(DraftConfig(**SHAPE | changes), tensor, 1)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_a_tensor_size_that_does_not_divide_the_draft_is_refused(changes, tensor
 def test_a_ulysses_degree_that_does_not_divide_the_heads_is_refused(tensor, ulysses, heads, remedy):
     expected = f"^parallelism.ulysses: {ulysses} does not divide the {heads} attention heads .*; use {remedy}, and"
     with pytest.raises(UserError, match=expected):
-        DraftConfig(**SHAPE).check_parallel(tensor, ulysses)
+        require_divisible(DraftConfig(**SHAPE), tensor, ulysses)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_verify_refuses_a_degree_that_the_cases_heads_cannot_have(topology):
 def test_an_embedding_that_does_not_divide_is_padded_not_refused(topology):
     config = random_case([[1]], vocab_size=41).config
     assert Eagle3Draft(config, topology.modules, torch.float32).embedding.weight.shape[0] == 41
-    config.check_parallel(2, 1)
+    require_divisible(config, 2, 1)
 
 
 def test_work_that_other_processes_wait_for_gets_every_core_and_gives_them_back(topology):

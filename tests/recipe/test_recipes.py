@@ -26,7 +26,8 @@ from eagle3.draft.config import DraftConfig, drafted_tokens
 from eagle3.draft.derivation import derive_draft, derived_rope
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
-from eagle3.jobs.derived import require_judgeable, shape_draft
+from eagle3.jobs.derived import shape_draft
+from eagle3.jobs.gate import can_be_judged
 from eagle3.jobs.new_recipe import GPU_BYTES, NODE, planned, refreshed, rope_in_words
 from eagle3.jobs.plan import planned_step
 from eagle3.planning.fitting import RESERVED, PlannedStream
@@ -220,7 +221,7 @@ def test_a_target_whose_state_cannot_be_rolled_back_is_not_judged_after_training
     recipe = load_recipe(RECIPES["qwen3.5-27b"], ["evaluation.conversations=4"])
     shape_draft(recipe, config)  # planning and capturing do not judge
     with pytest.raises(UserError, match="evaluation.conversations: 4, but the target's layers carry a state"):
-        require_judgeable(recipe, config)
+        can_be_judged(recipe, config)
 
 
 @pytest.mark.parametrize(
