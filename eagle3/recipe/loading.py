@@ -70,10 +70,8 @@ def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = 
 
 def _may_cause(problem: dict, key: str) -> bool:
     """Whether an override of `key` may cause the problem: `key` must be the problem's place, a section around it, or a
-    key inside it. If the problem has no place, its message must name `key`."""
+    key inside it."""
     place = _key_of(problem)
-    if not place:
-        return key in problem["msg"]
     return f"{place}.".startswith(f"{key}.") or f"{key}.".startswith(f"{place}.")
 
 

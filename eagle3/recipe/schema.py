@@ -433,20 +433,6 @@ class Recipe(Section):
     tracking: Tracking = Tracking()
     output: Output
 
-    @model_validator(mode="after")
-    def _window_holds_a_chain(self) -> "Recipe":
-        window = self.model.draft.window
-        for key, steps in (
-            ("training.ttt_steps", self.training.ttt_steps),
-            ("evaluation.draft_tokens", self.evaluation.draft_tokens),
-        ):
-            if window is not None and window < steps:
-                raise ValueError(
-                    f"model.draft.window is {window} but {key} is {steps}, and a query sees the keys of its own "
-                    f"chain; set the window to at least {steps}, or lower {key}"
-                )
-        return self
-
     @model_validator(mode="before")
     @classmethod
     def _with_a_run_folder(cls, values: Any) -> Any:

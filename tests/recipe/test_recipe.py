@@ -105,18 +105,6 @@ def test_an_override_can_put_a_key_back_to_nothing(tmp_path):
         load_recipe(tmp_path / "recipe.yaml", ["training.max_steps="])  # a shell's variable may have been empty
 
 
-def test_a_mistake_in_two_sections_is_blamed_on_the_override_that_made_it(tmp_path):
-    read(tmp_path, training={"ttt_steps": 7})
-    with pytest.raises(
-        UserError, match=r"^command line: 'model.draft.window=3': model.draft.window is 3 but .* the override$"
-    ):
-        load_recipe(tmp_path / "recipe.yaml", ["training.seed=1", "model.draft.window=3"])
-    with pytest.raises(
-        UserError, match=r"^command line: 'evaluation.draft_tokens=8': model.draft.window is 7 but .*lower evaluation"
-    ):
-        load_recipe(tmp_path / "recipe.yaml", ["model.draft.window=7", "evaluation.draft_tokens=8"])
-
-
 @pytest.mark.parametrize("spelling", ["1e-4", "1E-4", "0.0001", "1.0e-4", "'1e-4'"])
 def test_a_learning_rate_is_a_number_however_it_is_written(tmp_path, spelling):
     """YAML 1.1 reads `1e-4`, without a dot, as text."""
