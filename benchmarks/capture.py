@@ -161,9 +161,10 @@ def running(
     from eagle3.states.spool import Spool
     from eagle3.targets.aux_layers import default_aux_layers
     from eagle3.targets.checkpoint import fingerprint
-    from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget
+    from eagle3.targets.sglang.client import Producer, Servers
     from eagle3.targets.sglang.hook import HookSettings
     from eagle3.targets.sglang.server import EngineOptions, SGLangServer
+    from eagle3.targets.sglang.target import SGLangTarget
     from eagle3.targets.sglang.version import DECODING_FLAGS, capture_flags
 
     with ExitStack() as stack:

@@ -93,7 +93,8 @@ def _capture(task: tuple[Path, str, str, argparse.Namespace]) -> tuple[float, fl
     from eagle3.states.spool import Spool
     from eagle3.states.store.shard import Encoding
     from eagle3.states.store.writer import StoreWriter
-    from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget
+    from eagle3.targets.sglang.client import Producer, Servers
+    from eagle3.targets.sglang.target import SGLangTarget
 
     work, url, codec, options = task
     samples, kept = samples_of(options), Encoding(codec, "bfloat16", options.hidden)

@@ -16,16 +16,10 @@ from eagle3.draft.config import read_draft_config
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import first_sentence
 from eagle3.evaluation.acceptance import Decoding
+from eagle3.evaluation.context_results import ContextJudgement, DecodedContext
 from eagle3.evaluation.drafter import load_draft, untrained_draft
 from eagle3.evaluation.prompts import ContextPrompts
-from eagle3.evaluation.results import (
-    Conditions,
-    ContextJudgement,
-    DecodedContext,
-    Judgement,
-    SpeculativeResult,
-    over_sets,
-)
+from eagle3.evaluation.results import Conditions, Judgement, SpeculativeResult, over_sets
 from eagle3.evaluation.speculative import DecodedConversation, chain_drafter, decode_conversations
 from eagle3.targets.transformers import TransformersTarget
 

@@ -2,10 +2,10 @@
 that reports read. (It imports nothing that decodes, so reports need not.)"""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
 from importlib.metadata import version
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import TypeAdapter, computed_field
@@ -16,8 +16,6 @@ from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.intervals import ratio_intervals
 from eagle3.planning.costs import Timing
-from eagle3.planning.payoff import PayOff
-from eagle3.planning.policy import schedule, serving_lines
 
 Verdict = Literal["identical", "tie", "mismatch"]
 
@@ -336,117 +334,3 @@ class Judgement(Conditions, SpeculativeResult):
             f"output equal to plain greedy decoding in {self.identical} of {self.conversations} conversations"
             f"{ties}{'' if self.lossless else f', {self.mismatches} DIFFER'}"
         )
-
-
-# By context ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContextAcceptance(SpeculativeResult):
-    """The figures for prompts with more than context / 2 and at most `context` tokens."""
-
-    context: int
-
-
-class DecodedContext(NamedTuple):
-    """The conversations of one context."""
-
-    context: int
-    decoded: Sequence[CountedConversation]
-    missing: str = "no text is of that length"  # why there are none, if there are none
-
-
-@dataclass(frozen=True)
-class BestRate:
-    """Tokens per second at one context, by the times measured."""
-
-    context: int
-    drafts: int  # the number of draft tokens that promised most; 0 if it is best to decode without a draft
-    best: float  # with that number
-    fixed: float  # with the number of draft tokens of the whole judgement
-    plain: float  # without a draft
-
-
-@dataclass(frozen=True, kw_only=True)
-class ContextJudgement(Conditions):
-    """Acceptance of one draft by context length (tokens before an answer): the fields of by_context.json."""
-
-    new_tokens: int  # per answer
-    contexts: list[ContextAcceptance]
-    left_out: list[int]  # contexts for which nothing was measured
-    pay_off: list[PayOff] = field(default_factory=list, compare=False)  # by measured costs and by estimated ones
-    best: list[BestRate] = field(default_factory=list, compare=False)  # if it was decoded so, too
-    # The same draft and prompts, with other windows.
-    other_windows: list["ContextJudgement"] = field(default_factory=list)
-    refusal: str = ""  # why SGLang does not serve the draft; empty if it does
-
-    @classmethod
-    def over(
-        cls, contexts: Iterable[DecodedContext], conditions: Conditions, new_tokens: int, report: Say
-    ) -> "ContextJudgement":
-        """Sum up each context. One in which nothing was verified is left out, with a line to `report`. Raises UserError
-        if no context is left."""
-        measured, left_out = [], []
-        for context, decoded, missing in contexts:
-            if any(each.verifications for each in decoded):
-                measured.append(ContextAcceptance.over(decoded, conditions.seed, context=context))
-                continue
-            reason = "the target ends all with their first token" if decoded else missing
-            report(f"context {context:,}: left out, {reason}")
-            left_out.append(context)
-        if not measured:
-            raise UserError(
-                "--by-context: nothing could be measured, see above; use other conversations, or shorter --contexts"
-            )
-        return cls(**vars(conditions), new_tokens=new_tokens, contexts=measured, left_out=left_out)
-
-    @property
-    def shares(self) -> dict[int, list[float]]:
-        """For each context, the share of verifications that accepted all of the drafts 0..i, for each i."""
-        return {each.context: each.position_acceptance for each in self.contexts}
-
-    @property
-    def estimate(self) -> PayOff | None:
-        """The pay-off by a data sheet, which knows batches."""
-        return next((each for each in self.pay_off if each.is_estimated), None)
-
-    @computed_field
-    @property
-    def draft_tokens_from_batch(self) -> dict[int, int] | None:
-        """What engines are to be told (see `schedule`); None without an estimate."""
-        return self.estimate and schedule(self.estimate.tiers)
-
-    @property
-    def windows(self) -> list["ContextJudgement"]:
-        """This judgement, and those with other windows."""
-        return [self, *self.other_windows]
-
-    @property
-    def lossless(self) -> bool | None:
-        """Whether every output equals plain decoding, ties aside; None if they were not compared."""
-        judged = [each for judgement in self.windows for each in judgement.contexts]
-        return not any(each.mismatches for each in judged) if all(each.compared for each in judged) else None
-
-    def lines(self) -> list[str]:
-        """Tables, line by line: acceptance lengths, and shares by position (at most 60 columns each, up to 10 draft
-        positions); what the draft is worth; and all of it again for other windows."""
-        groups = {f"{each.context:,}": each for each in self.contexts}
-        return [
-            f"acceptance length by context ({self.rule}, {self.new_tokens} new tokens)",
-            *([self.tree] if self.tree else []),
-            *self.window_lines(),
-            *tables("context", groups, averages=False),
-            *(line for each in self.pay_off for line in each.lines()),
-            *(serving_lines(self.estimate, self.window, self.refusal) if self.estimate else []),
-            *(self._best_lines() if self.best else []),
-            *(line for each in self.other_windows for line in each.lines()),
-        ]
-
-    def _best_lines(self) -> list[str]:
-        head = ["context", "draft tokens", "best", f"with {self.draft_tokens}", "without a draft"]
-        rows = [
-            [f"{each.context:,}", f"{each.drafts or 'none'}"]
-            + [f"{rate:.1f}" for rate in (each.best, each.fixed, each.plain)]
-            for each in self.best
-        ]
-        return [f"tokens/s with the best number of draft tokens, {self.pay_off[0].source}", *aligned([head, *rows])]

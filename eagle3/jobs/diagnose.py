@@ -15,10 +15,11 @@ from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.draft.rope_parameters import rope_parameters
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import Decoding
+from eagle3.evaluation.context_results import ContextJudgement, DecodedContext
 from eagle3.evaluation.diagnosis import Diagnosis, diagnose, measuring
 from eagle3.evaluation.drafter import check_belongs, draft_of
 from eagle3.evaluation.known_faults import DraftReading, OtherTexts, Surroundings, layers_to_keep
-from eagle3.evaluation.results import Conditions, ContextJudgement, DecodedContext, SpeculativeResult, as_json
+from eagle3.evaluation.results import Conditions, SpeculativeResult, as_json
 from eagle3.evaluation.speculative import DecodedConversation, chain_drafter, decode_conversations, plain_decoding
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
 from eagle3.jobs.evaluate import decoding_of, prompts_of, target_of, with_pay_offs

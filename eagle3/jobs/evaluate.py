@@ -14,6 +14,7 @@ from eagle3.draft.config import DraftConfig, draft_digest
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
+from eagle3.evaluation.context_results import BestRate, ContextJudgement, DecodedContext
 from eagle3.evaluation.drafter import check_belongs
 from eagle3.evaluation.judge import judge_by_context, judge_export
 from eagle3.evaluation.prompts import (
@@ -24,15 +25,7 @@ from eagle3.evaluation.prompts import (
     read_prompts,
     sample_contexts,
 )
-from eagle3.evaluation.results import (
-    BestRate,
-    Conditions,
-    ContextJudgement,
-    DecodedContext,
-    Judgement,
-    as_json,
-    over_sets,
-)
+from eagle3.evaluation.results import Conditions, Judgement, as_json, over_sets
 from eagle3.evaluation.sglang_judge import DraftTree, LogitFacts, ServedResult, judge_by_sglang
 from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.sglang_engine import engine_options

@@ -18,7 +18,8 @@ from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
 from eagle3.jobs.derived import aux_layers_of, shape_draft, vocabulary_size
 from eagle3.parallel.topology import agreed, every_core
-from eagle3.recipe.schema import Recipe, Source
+from eagle3.recipe.data import Source
+from eagle3.recipe.schema import Recipe
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.targets.transformers import TransformersTarget, load_target
 from eagle3.text.encode import SampleEncoder

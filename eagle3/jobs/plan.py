@@ -15,7 +15,8 @@ from eagle3.parallel.sizes import check_sizes
 from eagle3.planning.fitting import MOST_TOKENS, RESERVED, PlannedStream, best_layout, longest_context, variants
 from eagle3.planning.memory import host_bytes, rank_bytes
 from eagle3.planning.step import Machine, Planned, Sizes, sent_bytes, step_flops, step_seconds
-from eagle3.recipe.schema import Memory, Recipe, Spans
+from eagle3.recipe.data import Spans
+from eagle3.recipe.schema import Memory, Recipe
 from eagle3.states.capture import token_bytes
 from eagle3.states.store.shard import Encoding
 from eagle3.training.deepspeed_file import deepspeed_config

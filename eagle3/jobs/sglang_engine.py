@@ -30,11 +30,12 @@ from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, 
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.logits import TargetHead, summarize_teacher
 from eagle3.targets.sglang.asking import START, ServerInfo, reported
-from eagle3.targets.sglang.client import PROBE_SECONDS, Producer, Servers, SGLangTarget, require_spool_room
+from eagle3.targets.sglang.client import PROBE_SECONDS, Producer, Servers, require_spool_room
 from eagle3.targets.sglang.fitness import require_capture
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import SUPPORTED, is_tested
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
+from eagle3.targets.sglang.target import SGLangTarget
 from eagle3.targets.sglang.version import capture_flags, require_captured
 from eagle3.text.samples import Sample
 from eagle3.text.vocabulary import save_vocabulary

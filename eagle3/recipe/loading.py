@@ -10,7 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from eagle3.errors import SharedUserError, shown
 from eagle3.parsing import DEEPEST, parse_yaml
-from eagle3.recipe.schema import FORMS, Recipe, Source
+from eagle3.recipe.data import FORMS, Source
+from eagle3.recipe.schema import Recipe
 from eagle3.recipe.section import Section
 
 LARGEST = 1 << 18  # most bytes in a recipe file; the YAML parser takes about ten seconds for them

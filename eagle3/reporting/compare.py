@@ -9,7 +9,8 @@ import numpy as np
 
 from eagle3.durable import write_bytes, write_text, writing
 from eagle3.errors import UserError
-from eagle3.evaluation.results import ContextAcceptance, ContextJudgement, Judgement
+from eagle3.evaluation.context_results import ContextAcceptance, ContextJudgement
+from eagle3.evaluation.results import Judgement
 from eagle3.reporting.charts import ABOUT_HELD_OUT, about_loss, contexts_plot, curve_series, loss_label
 from eagle3.reporting.markdown import Markdown, Table, escaped, summary_rows, template
 from eagle3.reporting.plot import COLOURS, Plot, Series, count_axis, image, number_axis, step_axis, thinned

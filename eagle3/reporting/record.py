@@ -17,7 +17,8 @@ from pydantic import BaseModel, NonNegativeInt, TypeAdapter, ValidationError
 from eagle3.console import all_without_passwords
 from eagle3.draft.config import draft_digest, read_draft_config
 from eagle3.errors import UserError
-from eagle3.evaluation.results import Conditions, ContextJudgement, Judgement, SpeculativeResult
+from eagle3.evaluation.context_results import ContextJudgement
+from eagle3.evaluation.results import Conditions, Judgement, SpeculativeResult
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.planning.payoff import PayOff
 from eagle3.recipe.loading import load_recipe

@@ -17,17 +17,11 @@ from eagle3.draft.derivation import derive_draft
 from eagle3.draft.interchange import export_draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding, Sampling
+from eagle3.evaluation.context_results import ContextAcceptance, ContextJudgement, DecodedContext
 from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.intervals import ratio_intervals
 from eagle3.evaluation.prompts import ContextPrompts, prompt_contexts, sample_contexts
-from eagle3.evaluation.results import (
-    Conditions,
-    ContextAcceptance,
-    ContextJudgement,
-    CountedConversation,
-    DecodedContext,
-    as_json,
-)
+from eagle3.evaluation.results import Conditions, CountedConversation, as_json
 from eagle3.jobs.evaluate import ByContext, best_rates, decoding_of, judge, judge_contexts, prompts_to_judge
 from eagle3.planning.costs import Timing
 from eagle3.planning.payoff import Cell, PayOff

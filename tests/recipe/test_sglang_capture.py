@@ -28,9 +28,9 @@ from eagle3.states.store.folder import read_manifest
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.states.store.writer import StoreWriter
 from eagle3.targets.sglang.asking import Generated, ModelInfo, ServerInfo, ask
-from eagle3.targets.sglang.client import SGLangTarget
 from eagle3.targets.sglang.fitness import require_capture
 from eagle3.targets.sglang.server import SGLangServer
+from eagle3.targets.sglang.target import SGLangTarget
 from eagle3.targets.sglang.version import capture_flags, greedy_request, other_numbers
 from eagle3.targets.transformers import load_target
 from eagle3.text.samples import Sample

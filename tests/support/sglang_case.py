@@ -12,9 +12,10 @@ from sglang_cpu.environment import sglang_environment
 from eagle3.states.rows import Rows
 from eagle3.states.spool import Spool
 from eagle3.targets.checkpoint import fingerprint
-from eagle3.targets.sglang.client import Producer, Servers, SGLangTarget
+from eagle3.targets.sglang.client import Producer, Servers
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
+from eagle3.targets.sglang.target import SGLangTarget
 from eagle3.targets.sglang.version import capture_flags
 from eagle3.text.samples import Sample
 

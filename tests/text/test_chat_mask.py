@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from eagle3.errors import UserError
 from eagle3.evaluation.prompts import read_prompts
-from eagle3.recipe.schema import TEMPLATE_ARGUMENTS, Data
+from eagle3.recipe.data import TEMPLATE_ARGUMENTS, Data
 from eagle3.text.chat import Encoded, encode_conversation
 from eagle3.text.conversations import Conversation
 from eagle3.text.template import Choices, Unusable

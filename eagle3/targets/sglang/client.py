@@ -1,36 +1,26 @@
-"""Request hidden states from running SGLang servers, which share the work. Servers that die are dropped.
-
-`SGLangTarget` makes a `Target` of these servers.
-"""
+"""Request hidden states from running SGLang servers, which share the work. Servers that die are dropped."""
 
 import datetime
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
-from itertools import count, islice
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from eagle3.console import Warned, counted
 from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.servers import TooSlow
-from eagle3.states.rows import KeptRows, Rows
-from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, fail, spool_bytes, want
-from eagle3.states.store.reader import Location
-from eagle3.states.store.shard import Encoding
-from eagle3.targets.logits import check_tokens
+from eagle3.states.spool import REMEDY, Spool, Ticket, WantedRows, fail, want
 from eagle3.targets.sglang.asking import Generated, ModelInfo, ask
 from eagle3.targets.sglang.fitness import ServerDiffers
-from eagle3.text.samples import Sample
 
 # How long one sample may take, waiting behind others included; and the short document that servers are compared by.
 ANSWER_SECONDS, PROBE_SECONDS = 3600.0, 600.0
@@ -47,10 +37,6 @@ LEAST_PATIENCE, PATIENCE, USUAL_REQUESTS = 60.0, 4, 64
 MOST_FAILURES = 10
 RETRY_SECONDS = (0.5, 1.0, 2.0, 4.0)
 COMPARISON_SECONDS = 600.0  # between two comparisons of a working server with what it was at the start
-# Number of rows read from the spool at a time.
-PART_ROWS = 8192
-# Most documents requested ahead: those waiting for room in the spool and those that servers are working on.
-AHEAD = 256
 
 
 class Request(NamedTuple):
@@ -398,60 +384,3 @@ class Producer:
                     with suppress(OSError):  # try again in the next round
                         self.release(ticket)
             time.sleep(POLL_SECONDS)
-
-
-class SGLangTarget:
-    """A `Target` that running servers compute. Hidden states come through a spool, in the spool's number format.
-
-    encoding: how rows are encoded in the spool; its window and steps say which rows of a sample `arriving` gets
-    producer: must have no other readers
-
-    Raises UserError if the servers refuse a request.
-    """
-
-    def __init__(self, producer: Producer, encoding: Encoding, *, vocab_size: int, aux_layers: tuple[int, ...]) -> None:
-        assert producer.readers == 0
-        self.producer, self.encoding = producer, encoding
-        self.reader = SpoolReader(producer.spool.path, 0, vocab_size)
-        self.hidden_size, self.vocab_size, self.aux_layers = encoding.hidden_size, vocab_size, aux_layers
-        self.teacher = encoding.teacher
-        self._numbers = count()
-
-    def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
-        """See `Target.prefill`."""
-        arriving = self._arriving((ids, WantedRows.all(len(ids))) for ids in documents)
-        results = {place: Rows.cat([part.rows for part in parts]) for place, parts in arriving}
-        return [results[place] for place in range(len(documents))]
-
-    def arriving(self, documents: Iterable[Sample]) -> Iterator[tuple[int, Iterator[KeptRows]]]:
-        """Prefill documents and yield their hidden states in the order in which they arrive.
-
-        Yields each document's index and its rows in parts, which must be read before the next document is taken. New
-        documents are taken from the iterable as others finish.
-        """
-        window, steps = self.encoding.window, self.encoding.ttt_steps
-        return self._arriving((each.ids, WantedRows(each.loss_mask, window, steps)) for each in documents)
-
-    def _arriving(self, documents: Iterable[tuple[Tensor, WantedRows]]) -> Iterator[tuple[int, Iterator[KeptRows]]]:
-        outstanding: dict[Future[None], tuple[int, Ticket, Tensor]] = {}
-        numbered_documents = enumerate(documents)
-        while True:
-            for place, (ids, wanted) in islice(numbered_documents, AHEAD - len(outstanding)):
-                check_tokens(ids, place, self.vocab_size)
-                ticket = Ticket.of(self.producer.spool.job, f"{next(self._numbers):032x}", len(ids), time_asked=0)
-                future = self.producer.ask(ticket, ids, wanted, spool_bytes(self.encoding, wanted))
-                outstanding[future] = place, ticket, ids
-            if not outstanding:
-                return
-            arrived, _ = wait(outstanding, return_when=FIRST_COMPLETED)
-            future = next(iter(arrived))  # one at a time, so that the next document is asked for meanwhile
-            place, ticket, ids = outstanding.pop(future)
-            future.result()
-            yield place, self._parts(self.reader.wait(ticket, ids))
-            self.producer.release(ticket)
-
-    def _parts(self, location: Location) -> Iterator[KeptRows]:
-        masks = self.reader.kept(location)
-        for rows in torch.arange(location.entry.tokens).split(PART_ROWS):
-            seen, taught = (mask[rows] for mask in masks)
-            yield KeptRows(seen, taught, self.reader.read(location, rows[seen], rows[taught]))
