@@ -150,7 +150,7 @@ def write_samples(folder: Path, options: argparse.Namespace) -> None:
 
     from eagle3.states.rows import Rows
     from eagle3.states.spool import Spool, Ticket, WantedRows, want
-    from eagle3.targets.sglang.spool_writer import RequestRows, SpoolWriter
+    from eagle3.states.spool_writer import RequestRows, SpoolWriter
 
     folder.mkdir()
     encoding, generator = encoding_of(options), torch.Generator().manual_seed(0)

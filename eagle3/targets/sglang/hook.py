@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from eagle3.errors import UserError
 from eagle3.states.rows import Rows
 from eagle3.states.spool import Ticket, WantedRows, wanted_rows
+from eagle3.states.spool_writer import RequestRows, SpoolWriter
 from eagle3.states.store.codecs import StoreDtype
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.checkpoint import fingerprint
-from eagle3.targets.sglang.spool_writer import RequestRows, SpoolWriter
 from eagle3.targets.sglang.teacher import ServedTeacher, TaughtColumns, make_teacher
 from eagle3.targets.sglang.version import (
     WITHOUT_RESIDUAL,

@@ -1,4 +1,4 @@
-"""Writes what a forward captured into a job's spool, inside SGLang, from threads of its own."""
+"""Writes what a forward captured into a job's spool, inside an engine, from threads of its own."""
 
 import logging
 import shutil
@@ -112,7 +112,7 @@ class SpoolWriter:
     def _write(self, share: RequestRows, ids: Tensor, rows: Rows) -> None:
         ticket, first_row = share.ticket, share.rows.start
         job = self.folder / ticket.job
-        if first_row == 0 and ticket in self.open:  # SGLang has retracted the request and starts over
+        if first_row == 0 and ticket in self.open:  # the engine has retracted the request and starts over
             self.open.pop(ticket).discard()
         for stale_ticket in [other for other in self.open if not (self.folder / other.job).is_dir()]:
             self.open.pop(stale_ticket).discard()
@@ -123,13 +123,14 @@ class SpoolWriter:
                 if not (job / ticket.mark("failed")).exists():
                     self.give_up(
                         ticket,
-                        f"sglang: row {first_row} of a sample came first; start the server with --disable-radix-cache",
+                        f"row {first_row} of a sample came first, the others from a cache; start the engine without a "
+                        "prefix cache (SGLang: --disable-radix-cache)",
                     )
                 return
             self.open[ticket] = SampleShard(job, ticket, share.wanted, self.encoding, self.encoders)
         shard = self.open[ticket]
         if shard.sample.tokens != first_row:
-            self.give_up(ticket, f"sglang: rows {shard.sample.tokens} to {first_row} of a sample never came")
+            self.give_up(ticket, f"rows {shard.sample.tokens} to {first_row} of a sample never came")
             return
         shard.append(ids, share.wanted.loss_mask[share.rows], KeptRows(share.seen, share.taught, rows))
         if shard.sample.tokens >= ticket.tokens:
