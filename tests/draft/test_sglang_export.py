@@ -82,7 +82,7 @@ SPOILT: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "unknown": (renamed("midlayer.hidden_norm.weight", "midlayer.hidden_nrom.weight"), "midlayer.hidden_nrom.weight"),
     "another": (lambda t: t.update({"midlayer.self_attn.sinks": torch.ones(4)}), "midlayer.self_attn.sinks"),
     "misshapen": (lambda t: t.update({"fc.weight": t["fc.weight"][:, :64].clone()}), "fc.weight [32, 64]"),
-    "turned": (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].T.clone()}), "lm_head.weight [32, 200]"),
+    "turned": (lambda t: t.update({"lm_head.weight": t["lm_head.weight"].T.contiguous()}), "lm_head.weight [32, 200]"),
     "not_a_number": (not_a_number, "fc.weight has values that are not finite"),
     "no_d2t": (lambda t: t.pop("d2t"), "d2t is missing"),
     "short_t2d": (lambda t: t.update({"t2d": t["t2d"][:-1].clone()}), "t2d 299 entries"),
