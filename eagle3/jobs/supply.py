@@ -83,7 +83,7 @@ def _open_store(job: Job, samples: Split, spans: Spans | None) -> tuple[HiddenSt
     missing = _missing(store, samples)
     if missing and spans is not None:
         # A store has the spans of the first epoch.
-        samples, spans = Split(*(part.masked(lambda sample: spans.draw(sample, 0)) for part in samples)), None
+        samples, spans = Split(*map(spans.fixed, samples)), None
         missing = _missing(store, samples)
     if not missing:
         return store, samples, spans

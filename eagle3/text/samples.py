@@ -349,6 +349,10 @@ class Spans:
         mask[positions[torch.isin(runs, torch.tensor([*chosen_runs]))]] = True
         return mask
 
+    def fixed(self, samples: SampleSet) -> SampleSet:
+        """The samples with the first epoch's spans as loss masks, as a store has them."""
+        return samples.masked(lambda sample: self.draw(sample, 0))
+
     def __str__(self) -> str:
         return f"data.spans={{length: {self.length}, per_document: {self.per_document}}} and data.seed={self.seed}"
 
