@@ -74,7 +74,7 @@ def _bytes_at_128k(layout: Layout) -> float:
     config = layout.draft(draft_config(heads=32, kv_heads=8, head_dim=128))
     rows = 131072 // (layout.ulysses * layout.ring)
     planned = layout.planned(config, 7, torch.bfloat16, MemoryPlan())
-    return sent_bytes(planned, RankShare(rows, rows, rows, rows, 131072, 0)).total()
+    return sent_bytes(planned, RankShare(rows, rows, rows, rows, longest=131072, pairs=0, tokens=rows)).total()
 
 
 def check_gather_saves(results: Sequence[dict[str, Any]], steps: int) -> None:

@@ -181,7 +181,9 @@ def _dense_case(stream: Stream, prepared: Prepared, config: DraftConfig) -> Case
         part.new_zeros(stream.tokens, part.shape[1]).index_copy_(0, rows, part)
         for part, rows in ((batch.inputs.aux, plan.rows), (batch.teacher.last, plan.teacher))
     )
-    document = Document(stream.ids, stream.supervised, aux, last)
+    # By the rule of `pack`, the row before each teaching one counts.
+    loss_mask = torch.zeros(stream.tokens, dtype=torch.bool).index_fill(0, stream.teacher - 1, True)
+    document = Document(stream.ids, loss_mask, aux, last)
     return Case(config, {}, torch.ones(config.vocab_size, dtype=torch.bool), batch.teacher.head, (document,))
 
 
