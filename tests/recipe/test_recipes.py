@@ -219,7 +219,7 @@ def test_a_target_whose_state_cannot_be_rolled_back_is_not_judged_after_training
     for recipe in ("qwen3.5-27b", "qwen3-next-80b-a3b"):
         assert load_recipe(RECIPES[recipe]).evaluation.conversations == 0
     recipe = load_recipe(RECIPES["qwen3.5-27b"], ["evaluation.conversations=4"])
-    shape_draft(recipe, config)  # planning and capturing do not judge
+    shape_draft(recipe, config)  # a capture does not judge
     with pytest.raises(UserError, match="evaluation.conversations: 4, but the target's layers carry a state"):
         can_be_judged(recipe, config)
 
