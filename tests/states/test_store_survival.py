@@ -535,13 +535,15 @@ class Signalled(BaseException):
 
 def signalled_at(instruction: int, functions: str) -> None:
     """Raise Signalled before the `instruction`-th instruction that this thread executes in these functions of
-    writer.py."""
+    writer.py and blob.py."""
     seen = 0
 
     def watch(frame, event, _):
         nonlocal seen
         code = frame.f_code
-        if not (code.co_filename.endswith("store/writer.py") and code.co_qualname.startswith(functions)):
+        if not (
+            code.co_filename.endswith(("store/writer.py", "store/blob.py")) and code.co_qualname.startswith(functions)
+        ):
             return None
         frame.f_trace_opcodes = True
         seen += event == "opcode"
@@ -557,7 +559,7 @@ def test_a_signal_at_any_instruction_leaves_a_store_of_whole_samples_that_contin
     tmp_path, monkeypatch, functions, stride
 ):
     """At most 6,000 bytes wait to be written, so that signals also arrive while chunks of whole samples are written."""
-    monkeypatch.setattr("eagle3.states.store.writer.MOST_IN_WORK", 6000)
+    monkeypatch.setattr("eagle3.states.store.blob.MOST_IN_WORK", 6000)
     stored, instruction = [], 1
     while True:
         path = tmp_path / str(instruction)
