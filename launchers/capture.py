@@ -86,7 +86,7 @@ def work(
     from eagle3.states.store.folder import has_shards
     from eagle3.states.store.writer import CapturePart
 
-    path, gate, stored = recipe.hidden_states.path, Gate(recipe, console.warn, training=False), None
+    gate, path, stored = Gate(recipe, console.warn, training=False), recipe.hidden_states.path, None
     if topology.is_first and not options.print_server and (is_url(path) or Path(path, "store.json").exists()):
         stored = open_files(path)
     # a manifest alone was left by a capture that was refused, or gave up
@@ -95,7 +95,7 @@ def work(
     known = find_target(recipe, topology.device, console)
     agreed(lambda: gate.know(known=known), topology.is_first)
     job = choose_draft(gather_inputs(known, console), console)
-    gate.know(draft=job.shape, longest=int(job.inputs.train.lengths.max()))
+    gate.know(draft=job.shape, longest=job.inputs.longest)
     if options.print_server:
         line = agreed(lambda: SGLangEngine(job, console).line())
         if topology.is_first:

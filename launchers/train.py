@@ -5,6 +5,7 @@ import itertools
 import math
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 
@@ -72,7 +73,8 @@ def main() -> int:
         except RunStopped as stopped:
             if is_first_rank():
                 tell(f"{stopped}; continue with {own_command() if by_itself else 'the same command and --resume auto'}")
-            return options.stop_code or stopped.exit_code
+            asked = options.stop_code if stopped.number != signal.SIGINT else 0
+            return asked or stopped.exit_code
 
 
 def resume_apart(words: list[str]) -> list[str]:
@@ -87,7 +89,7 @@ def resume_apart(words: list[str]) -> list[str]:
                 f"--resume {next_word}: takes no name or folder; write --resume to continue the run in output.dir from "
                 "its newest checkpoint, or --resume auto to continue where there is one"
             )
-    return ["--resume=yes" if (word, next_word != "auto") == ("--resume", True) else word for word, next_word in pairs]
+    return ["--resume=yes" if word == "--resume" and next_word != "auto" else word for word, next_word in pairs]
 
 
 def for_all_ranks(recipe: Recipe, options: argparse.Namespace) -> Recipe:
@@ -123,7 +125,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     parallelism = recipe.parallelism
     data = check_sizes("parallelism", parallelism.tensor, parallelism.ulysses, parallelism.ring, ranks_of(options))
     read_deepspeed_file(options.deepspeed, recipe.training, data)
-    gate = Gate(recipe, Console(True).warn, training=True)
+    gate = Gate(recipe, console.warn, training=True)
     gate.know()
     folder = RunFolder(recipe.output.dir)
     continues = False

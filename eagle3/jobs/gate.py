@@ -1,8 +1,9 @@
 """Whether a recipe, its target, its draft, its store and a job's processes fit together: one list of rules.
 
 A rule is a function whose parameters name the facts that it needs. A `Gate` applies each rule once, as soon as its
-facts are known: some before anything is loaded, the last when the data have been read. So the check before a job, a
-capture and the training itself refuse the same things. What takes seconds to import is imported inside the rules.
+facts are known: some before anything is loaded, the last when the data have been read. So the check before a job, the
+planner, a capture and the training itself judge by the same rules. What takes seconds to import is imported inside the
+rules.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from eagle3.console import Say
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.errors import SharedUserError
 from eagle3.recipe.schema import Recipe
+from eagle3.targets.sglang.asking import START
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,8 +28,8 @@ class Gate:
     """The rules for one recipe. Facts, by the names of parameters:
 
     warn: gets a line for what works, but is seldom meant
-    nodes, processes: of the job; the processes are those of one node
-    store: the files of the store at hidden_states.path
+    nodes, processes: of the job that `train.py --check` is asked about; the processes are those of one node
+    store: the files of the store at hidden_states.path, known to the first rank alone
     config: of the target's language part; known: the target itself
     draft: the draft's shape
     longest: length of the longest sample in tokens
@@ -91,7 +93,8 @@ def store_has_these_rows(recipe: Recipe, store: "StoreFiles") -> None:
 
 
 def store_is_of_this_target(known: "KnownTarget", store: "StoreFiles") -> None:
-    """Template and vocabulary are compared when the store is opened."""
+    """The target's weights and layers are those of the store. (Template and vocabulary are compared when it is
+    opened.)"""
     _require_captured_with(store, {"target": known.fingerprint, "aux_layers": list(known.aux_layers)})
 
 
@@ -151,8 +154,15 @@ def computes_live_states_whole(recipe: Recipe) -> None:
             )
 
 
+def has_servers_for_live_states(recipe: Recipe) -> None:
+    if recipe.hidden_states.mode == "live" and recipe.target.backend == "sglang" and not recipe.target.servers:
+        raise SharedUserError(
+            f"target.servers: live training with SGLang needs running servers; for each, {START}, and name its URL"
+        )
+
+
 def can_be_judged(recipe: Recipe, config: "PretrainedConfig") -> None:
-    """Drafts are not to be judged with a target whose layers carry a state."""
+    """If drafts are to be judged, the target's layers carry no state."""
     from eagle3.targets.facts import is_stateful
 
     if recipe.evaluation.conversations and is_stateful(config):
@@ -193,7 +203,8 @@ def divides_among_ranks(recipe: Recipe, draft: DraftConfig) -> None:
 
 
 def can_be_served_by_sglang(draft: DraftConfig, config: "PretrainedConfig", warn: Say) -> None:
-    if draft.aux_layers[-1] == config.num_hidden_layers - 1 > 2:
+    last = config.num_hidden_layers - 1
+    if draft.aux_layers[-1] == last and last > 2:  # a target of three layers leaves no other choice
         warn(
             f"model.aux_layers: {list(draft.aux_layers)} has the output of the target's last layer, which SGLang does "
             "not capture, so it will not serve this draft; name lower layers to serve it there"
@@ -210,6 +221,7 @@ OF_TRAINING: tuple[Callable[..., None], ...] = (
     stays_inside_nodes,
     has_something_to_judge,
     computes_live_states_whole,
+    has_servers_for_live_states,
     can_be_judged,
     starts_from_such_a_draft,
     divides_among_ranks,

@@ -41,7 +41,7 @@ def check_layout(gate: Gate, deepspeed_file: Path, job: str) -> str:
         if recipe.hidden_states.mode == "stored" and Path(recipe.model.target).is_dir():
             gate.know(known=find_target(recipe, torch.device("cpu"), say=lambda line: None))
     needed = sizes.tensor * sizes.ulysses * sizes.ring
-    crosses = "crosses nodes" if nodes > 1 and needed > processes else "inside a node"
+    crosses = "crosses nodes" if nodes > 1 and processes % needed else "inside a node"
     return (
         f"{nodes} node{'s' * (nodes > 1)} of {processes} process{'es' * (processes > 1)}: tensor {sizes.tensor} x "
         f"ulysses {sizes.ulysses} inside a node, ring {sizes.ring} {crosses}, data {data}; "

@@ -29,7 +29,7 @@ from eagle3.states.rows import DraftLogits, Rows
 from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, own_folder, spool_bytes
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.logits import TargetHead, summarize_teacher
-from eagle3.targets.sglang.asking import START, ServerInfo, reported
+from eagle3.targets.sglang.asking import ServerInfo, reported
 from eagle3.targets.sglang.client import PROBE_SECONDS, Producer, Servers, require_spool_room
 from eagle3.targets.sglang.fitness import require_capture
 from eagle3.targets.sglang.hook import HookSettings
@@ -97,10 +97,6 @@ class SGLangEngine:
     def live(self, kept: Encoding, head: TargetHead, topology: Topology) -> Iterator[SpooledSource]:
         """Source of this rank's rows from the recipe's servers. The first rank of each stream requests them.
         Collective. kept: see `capturing`"""
-        if not self.urls:
-            raise SharedUserError(
-                f"target.servers: live training with SGLang needs running servers; for each, {START}, and name its URL"
-            )
         probe = agreed(self._compare_servers, topology.is_first)
         most, asks = self._room(topology.data.size()), topology.stream.rank() == 0
         with ExitStack() as stack:

@@ -146,8 +146,7 @@ def _enter(recipe: Recipe, run: _Run, resume: Resume) -> None:
 
 
 def _resolve(gate: Gate, run: _Run) -> Job:
-    """Resolve the job. Everything that can be refused is refused here, before a target is loaded and hours have
-    passed."""
+    """Resolve the job. What can be refused without the target's weights is refused here, before hours have passed."""
     recipe, console = gate.recipe, run.console
     if recipe.hidden_states.mode == "stored":
         run.on_first(lambda: gate.know(store=open_files(recipe.hidden_states.path)))
@@ -160,7 +159,7 @@ def _resolve(gate: Gate, run: _Run) -> Job:
     if run.continues:
         run.on_first(lambda: run.folder.require_same_inputs(input_digests(inputs)))
     job = choose_draft(inputs, console)
-    gate.know(draft=job.shape, longest=int(job.inputs.train.lengths.max()))
+    gate.know(draft=job.shape, longest=job.inputs.longest)
     itemsize = getattr(torch, recipe.training.dtype).itemsize
     require_room(run.folder.path, checkpoint_bytes(job.shape, recipe.parallelism.tensor, itemsize))
     return job

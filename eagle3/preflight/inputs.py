@@ -161,7 +161,7 @@ def _require_target(model: Model) -> None:
         size, layers = _sizes_of(model.target)
     if size and not (model.draft.vocabulary or model.draft.init_from):
         drafted_tokens(model.draft.vocab_size, size)
-    if layers:
+    if layers and not model.draft.config:
         check_aux_layers(model.aux_layers or default_aux_layers(layers), layers)
 
 

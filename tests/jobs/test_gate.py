@@ -1,13 +1,21 @@
 """The gate: what does not fit together is refused as soon as it can be known, and by the rules that concern the job."""
 
+from inspect import signature
+
 import pytest
 from places import RECIPES
 from tiny_run import write_recipe
 
 from eagle3.errors import UserError
 from eagle3.jobs.derived import config_of, shape_draft
-from eagle3.jobs.gate import Gate
+from eagle3.jobs.gate import OF_STATES, OF_TRAINING, Gate
 from eagle3.recipe.loading import load_recipe
+
+FACTS = {"recipe", "warn", "nodes", "processes", "store", "config", "known", "draft", "longest"}
+
+
+def test_every_rule_asks_for_facts_that_somebody_gives():
+    assert {name for rule in (*OF_STATES, *OF_TRAINING) for name in signature(rule).parameters} == FACTS
 
 
 def gate_of(*overrides: str, training: bool = True) -> Gate:
@@ -38,10 +46,13 @@ def test_a_window_that_holds_no_chain_is_refused_once_the_draft_is_known(overrid
 
 
 def test_a_capture_is_not_asked_what_only_training_needs():
-    contradiction = ("hidden_states.mode=live", "hidden_states.ulysses=2")
-    gate_of(*contradiction, training=False).know()
-    with pytest.raises(UserError, match="hidden_states.ulysses: 2, but live hidden states"):
-        gate_of(*contradiction).know()
+    for overrides, message in (
+        (("hidden_states.mode=live", "hidden_states.ulysses=2"), "hidden_states.ulysses: 2, but live hidden states"),
+        (("target.backend=sglang",), "target.servers: live training with SGLang needs running servers; for each"),
+    ):
+        gate_of(*overrides, training=False).know()
+        with pytest.raises(UserError, match=message):
+            gate_of(*overrides).know()
 
 
 def test_a_rule_waits_for_its_facts_and_is_applied_once(tmp_path, target):

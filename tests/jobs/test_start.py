@@ -29,6 +29,7 @@ def recipe(chosen):
         ("2x6", "ulysses 3 inside a node, ring 2 crosses nodes, data 1;", {"tensor": 2, "ulysses": 3, "ring": 2}),
         ("4x8", "ring 4 inside a node, data 8; 16 samples a step, 2 in each of 8 x 1 streams", {"ring": 4}),
         ("3x2", "ring 6 crosses nodes, data 1;", {"ring": 6}),
+        ("3x8", "ring 3 crosses nodes, data 4;", {"ulysses": 2, "ring": 3}),  # ranks 6 to 11 are a group
     ],
 )
 def test_a_layout_that_fits_is_told(job, message, chosen):
