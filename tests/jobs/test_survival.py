@@ -109,7 +109,7 @@ def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, reci
     for number, words, code in (
         (signal.SIGTERM, (), 0),
         (signal.SIGUSR1, ("--stop-code", "75"), 75),
-        (signal.SIGINT, (), 130),
+        (signal.SIGINT, ("--stop-code", "75"), 130),  # Ctrl-C asks for no other code
     ):
         process = begin(*words)
         os.kill(process.pid, number)
