@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from reporting import origin, table
 from served_rows import ROOT, launch
 
@@ -50,7 +51,18 @@ def run(out: Path) -> None:
                 )
             for name, options in judgements(kind).items():
                 if not (result := folder / f"{name}.json").exists():
-                    launch("evaluate.py", *same, "--draft", export, "--out", result, *options)
+                    env = engine_environment() if "sglang" in options else None
+                    launch("evaluate.py", *same, "--draft", export, "--out", result, *options, env=env)
+
+
+def engine_environment() -> dict[str, str] | None:
+    """What SGLang needs without a GPU."""
+    if torch.cuda.is_available():
+        return None
+    sys.path.insert(0, str(ROOT / "tests"))
+    from sglang_cpu.environment import sglang_environment
+
+    return sglang_environment()
 
 
 def sampled_texts(out: Path) -> Path:
@@ -69,7 +81,8 @@ def judgements(kind: str) -> dict[str, tuple[str, ...]]:
     if kind == "sampled":
         return {f"judge-sampled-{seed}": ("--temperature", "1", "--seed", str(seed)) for seed in SEEDS}
     engines = [engine for engine in ENGINES if importlib.util.find_spec(engine)]
-    return {f"judge-greedy-{engine}": ("--engine", engine) for engine in engines}
+    room = "target.memory_fraction=0.3"  # SGLang takes most of a machine otherwise
+    return {f"judge-greedy-{engine}": (room, "--engine", engine) for engine in engines}
 
 
 def results(out: Path) -> list[dict[str, Any]]:

@@ -61,8 +61,9 @@ def run(arm: Arm, seed: int, out: Path, keys: Sequence[str]) -> None:
             launch("evaluate.py", *keys, f"evaluation.new_tokens={new_tokens or arm.answer}", "--out", str(result))
 
 
-def launch(script: str, *words: Any) -> None:
-    subprocess.run([sys.executable, str(ROOT / "launchers" / script), *map(str, words)], cwd=ROOT, check=True)
+def launch(script: str, *words: Any, env: dict[str, str] | None = None) -> None:
+    command = [sys.executable, str(ROOT / "launchers" / script), *map(str, words)]
+    subprocess.run(command, cwd=ROOT, check=True, env=env)
 
 
 def results(out: Path) -> list[dict[str, Any]]:
