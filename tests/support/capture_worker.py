@@ -95,7 +95,7 @@ def takes_longer(rank: int) -> None:
 
     def watch(frame, event, _argument) -> None:
         if event == "return" and frame.f_code.co_name == "begin" and frame.f_back.f_code.co_name == "capture":
-            time.sleep(1.5)
+            time.sleep(2.5)
 
     if int(os.environ["RANK"]) == rank:
         sys.setprofile(watch)
@@ -154,7 +154,7 @@ def killed(recipe: str, folder: Path) -> None:
         keys = [f"hidden_states.path={folder / name}", f"output.dir={folder / name}"]
         arguments = ["--recipe", recipe, "--quiet", *keys]
         jobs[name] = begin_ranks(2, partial(launcher, script, arguments, dies_at_place, rank, place))
-    short = ("hidden_states.prefill_tokens=44", "hidden_states.ring=2", "training.hang_minutes=0.1")
+    short = ("hidden_states.prefill_tokens=44", "hidden_states.ring=2", "training.hang_minutes=0.35")
     jobs["unequal"] = begin_capture(recipe, folder / "unequal", *short, ranks=2, manner=(takes_longer, 1))
     for name, processes in jobs.items():
         print(f"{name}: ended with {ended(processes)}", flush=True)
