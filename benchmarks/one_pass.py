@@ -8,15 +8,21 @@ draft, with full attention and with a window, greedy and sampled at temperature 
 The pass is the held-out measurement of a training run that starts from the export and leaves it as it is. The judge
 answers the prompts of the same texts. Greedily, it writes these texts; at temperature 1, it writes others, with every
 seed anew. SGLang decodes greedily, and only where it is installed.
+
+What the target samples is measured twice: as the tokens that it drew, with two seeds, and as text in a file, which is
+often tokenised otherwise when it is read.
 """
 
 import argparse
 import importlib.util
 import json
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from reporting import origin, table
 from served_rows import ROOT, launch
@@ -27,6 +33,10 @@ TEXTS = 120  # of the 236 held-out questions
 SEEDS = (0, 1)  # of sampling
 ARMS = {"full attention": (), "window 32": ("model.draft.window=32",)}
 ENGINES = ("transformers", "sglang")
+ONE_STEP = (  # which changes nothing, and measures
+    *("data.max_samples=8", "training.max_steps=1", "training.learning_rate=1e-30", "output.check_export=false"),
+    *("evaluation.conversations=0", f"data.max_held_out={TEXTS}", f"evaluation.held_out_samples={TEXTS}"),
+)
 
 
 def run(out: Path) -> None:
@@ -46,9 +56,13 @@ def run(out: Path) -> None:
             if not (folder / kind / "export" / "config.json").exists():
                 launch(
                     *("train.py", *same, f"output.dir={folder / kind}", f"model.draft.init_from={export}"),
-                    *("data.max_samples=8", "training.max_steps=1", "training.learning_rate=1e-30"),
-                    *("evaluation.conversations=0", "output.check_export=false"),
+                    *ONE_STEP,
                 )
+            for seed in SEEDS if kind == "sampled" else ():
+                if not (drawn := folder / f"drawn-{seed}").exists():
+                    words = [sys.executable, __file__, "draw", out, "--arm", arm, "--seed", seed]
+                    subprocess.run([*map(str, words)], check=True)
+                    assert drawn.exists()
             for name, options in judgements(kind).items():
                 if not (result := folder / f"{name}.json").exists():
                     env = engine_environment() if "sglang" in options else None
@@ -63,6 +77,42 @@ def engine_environment() -> dict[str, str] | None:
     from sglang_cpu.environment import sglang_environment
 
     return sglang_environment()
+
+
+def measure_drawn(out: Path, arm: str, seed: int) -> None:
+    """Measure the draft on the tokens that the target draws at temperature 1 after the held-out prompts."""
+    import eagle3.jobs.train as job
+    from eagle3.evaluation.acceptance import Sampling
+    from eagle3.evaluation.speculative import plain_decoding
+    from eagle3.parallel.topology import start_distributed
+    from eagle3.recipe.loading import load_recipe
+    from eagle3.targets.transformers import load_target
+    from eagle3.text.samples import SampleSet
+    from eagle3.training.deepspeed_file import ZERO2
+
+    folder, topology = out / arm.replace(" ", "-"), start_distributed(1, 1, 1)
+    keys = [
+        *(*ARMS[arm], f"data.cache_dir={out / 'cache'}", 'data.held_out=["demo_answers:held_out"]'),
+        *(f"output.dir={folder / f'drawn-{seed}'}", f"model.draft.init_from={folder / 'run' / 'export'}", *ONE_STEP),
+    ]
+    gather = job.gather_inputs
+
+    def with_drawn_answers(known, console):
+        inputs, answers, alike = gather(known, console), [], 0
+        target = load_target(known.target, aux_layers=known.aux_layers, prefill_tokens=8192, device=topology.device)
+        for number, sample in enumerate(inputs.held_out):
+            prompt = sample.ids[: int(sample.loss_mask.nonzero()[0])]
+            rule = Sampling(1.0, 1000 * seed + number).rule(topology.device)
+            drawn = plain_decoding(target, prompt, rule, new_tokens=ANSWER).tokens
+            ids = np.array([*prompt.tolist(), *drawn], np.int32)
+            answers.append((ids, np.arange(len(ids)) >= len(prompt)))
+            text = known.tokenizer.decode(drawn)
+            alike += known.tokenizer(text, add_special_tokens=False)["input_ids"] == drawn
+        print(f"{alike} of {len(answers)} answers are tokenised as they were drawn", flush=True)
+        return replace(inputs, held_out=SampleSet.pack(answers))
+
+    job.gather_inputs = with_drawn_answers
+    job.train(load_recipe(RECIPE, keys), ZERO2, topology)
 
 
 def sampled_texts(out: Path) -> Path:
@@ -85,21 +135,27 @@ def judgements(kind: str) -> dict[str, tuple[str, ...]]:
     return {f"judge-greedy-{engine}": (room, "--engine", engine) for engine in engines}
 
 
+def measured(run: Path, key: str) -> float:
+    """A number of the run's held-out measurement."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [line[key] for line in lines if line["kind"] == "held_out"][-1]
+
+
 def results(out: Path) -> list[dict[str, Any]]:
     """By draft and kind of text: what the pass says, and what was decoded."""
     rows = []
     for arm in ARMS:
         folder = out / arm.replace(" ", "-")
         for kind, key in (("greedy", "acceptance_length"), ("sampled", "acceptance_length_sampled")):
-            if not (metrics := folder / kind / "metrics.jsonl").exists():
+            if not (folder / kind / "metrics.jsonl").exists():
                 continue
-            lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
             judged = {name: folder / f"{name}.json" for name in judgements(kind)}
             rows.append(
                 {
                     "draft": arm,
                     "texts": kind,
-                    "one_pass": [line[key] for line in lines if line["kind"] == "held_out"][-1],
+                    "one_pass": measured(folder / kind, key),
+                    "drawn": [measured(each, key) for each in sorted(folder.glob("drawn-*")) if kind == "sampled"],
                     "judged": {
                         name: json.loads(file.read_text(encoding="utf-8"))["acceptance_length"]
                         for name, file in judged.items()
@@ -112,22 +168,28 @@ def results(out: Path) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("run", "report"))
+    parser.add_argument("what", choices=("run", "draw", "report"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--json", action="store_true", help="report: print one JSON document")
+    parser.add_argument("--arm", choices=ARMS, help="draw: which draft")
+    parser.add_argument("--seed", type=int, help="draw")
     options = parser.parse_args()
     if options.what == "run":
         run(options.out.resolve())
+        return 0
+    if options.what == "draw":
+        measure_drawn(options.out.resolve(), options.arm, options.seed)
         return 0
     document = origin() | {"measured": results(options.out)}
     rows = [
         [
             *(each["draft"], each["texts"], f"{each['one_pass']:.3f}"),
+            ", ".join(f"{value:.3f}" for value in each["drawn"]),
             ", ".join(f"{name.removeprefix('judge-')} {value:.3f}" for name, value in each["judged"].items()),
         ]
         for each in document["measured"]
     ]
-    head = ["draft", "texts", "one pass", "decoded"]
+    head = ["draft", "texts", "one pass over text", "over drawn tokens", "decoded"]
     print(json.dumps(document) if options.json else table("Acceptance lengths.", head, rows))
     return 0
 
