@@ -59,10 +59,9 @@ def run(out: Path) -> None:
                     *ONE_STEP,
                 )
             for seed in SEEDS if kind == "sampled" else ():
-                if not (drawn := folder / f"drawn-{seed}").exists():
+                if not (folder / f"drawn-{seed}" / "export" / "config.json").exists():
                     words = [sys.executable, __file__, "draw", out, "--arm", arm, "--seed", seed]
                     subprocess.run([*map(str, words)], check=True)
-                    assert drawn.exists()
             for name, options in judgements(kind).items():
                 if not (result := folder / f"{name}.json").exists():
                     env = engine_environment() if "sglang" in options else None
@@ -141,6 +140,14 @@ def measured(run: Path, key: str) -> float:
     return [line[key] for line in lines if line["kind"] == "held_out"][-1]
 
 
+def decoded(file: Path) -> dict[str, float]:
+    """Tokens per verification, as engines count, and without those beyond the answers' limit, of which a text shows
+    nothing. (Each answer's first token belongs to no verification.)"""
+    judged = json.loads(file.read_text(encoding="utf-8"))
+    within = (judged["new_tokens"] - judged["conversations"]) / judged["verifications"]
+    return {"acceptance_length": judged["acceptance_length"], "within_answers": within}
+
+
 def results(out: Path) -> list[dict[str, Any]]:
     """By draft and kind of text: what the pass says, and what was decoded."""
     rows = []
@@ -155,12 +162,12 @@ def results(out: Path) -> list[dict[str, Any]]:
                     "draft": arm,
                     "texts": kind,
                     "one_pass": measured(folder / kind, key),
-                    "drawn": [measured(each, key) for each in sorted(folder.glob("drawn-*")) if kind == "sampled"],
-                    "judged": {
-                        name: json.loads(file.read_text(encoding="utf-8"))["acceptance_length"]
-                        for name, file in judged.items()
-                        if file.exists()
-                    },
+                    "drawn": [
+                        measured(each.parents[1], key)
+                        for each in sorted(folder.glob("drawn-*/export/config.json"))
+                        if kind == "sampled"
+                    ],
+                    "judged": {name: decoded(file) for name, file in judged.items() if file.exists()},
                 }
             )
     return rows
@@ -185,11 +192,14 @@ def main() -> int:
         [
             *(each["draft"], each["texts"], f"{each['one_pass']:.3f}"),
             ", ".join(f"{value:.3f}" for value in each["drawn"]),
-            ", ".join(f"{name.removeprefix('judge-')} {value:.3f}" for name, value in each["judged"].items()),
+            *(
+                ", ".join(f"{name.removeprefix('judge-')} {values[key]:.3f}" for name, values in each["judged"].items())
+                for key in ("within_answers", "acceptance_length")
+            ),
         ]
         for each in document["measured"]
     ]
-    head = ["draft", "texts", "one pass over text", "over drawn tokens", "decoded"]
+    head = ["draft", "texts", "one pass over text", "over drawn tokens", "decoded, within answers", "decoded"]
     print(json.dumps(document) if options.json else table("Acceptance lengths.", head, rows))
     return 0
 
