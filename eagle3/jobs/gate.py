@@ -51,6 +51,14 @@ class Gate:
             rule(**{name: self._facts[name] for name in signature(rule).parameters})
 
 
+def require_servers_named(recipe: Recipe) -> None:
+    """Raises UserError if live training has no servers to ask. (A plan or check may be made before they are known.)"""
+    if recipe.hidden_states.mode == "live" and recipe.target.backend == "sglang" and not recipe.target.servers:
+        raise SharedUserError(
+            f"target.servers: live training with SGLang needs running servers; for each, {START}, and name its URL"
+        )
+
+
 def require_divisible(draft: DraftConfig, tensor: int, ulysses: int) -> None:
     """Raises UserError, naming sizes that would work, if the draft cannot be divided by these degrees."""
     wrong = draft.indivisible(tensor, ulysses)
@@ -154,13 +162,6 @@ def computes_live_states_whole(recipe: Recipe) -> None:
             )
 
 
-def has_servers_for_live_states(recipe: Recipe) -> None:
-    if recipe.hidden_states.mode == "live" and recipe.target.backend == "sglang" and not recipe.target.servers:
-        raise SharedUserError(
-            f"target.servers: live training with SGLang needs running servers; for each, {START}, and name its URL"
-        )
-
-
 def can_be_judged(recipe: Recipe, config: "PretrainedConfig") -> None:
     """If drafts are to be judged, the target's layers carry no state."""
     from eagle3.targets.facts import is_stateful
@@ -221,7 +222,6 @@ OF_TRAINING: tuple[Callable[..., None], ...] = (
     stays_inside_nodes,
     has_something_to_judge,
     computes_live_states_whole,
-    has_servers_for_live_states,
     can_be_judged,
     starts_from_such_a_draft,
     divides_among_ranks,

@@ -19,7 +19,7 @@ from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
 from eagle3.jobs.description import describe_run
 from eagle3.jobs.evaluate import held_out_prompts, judge, judgement_record, texts_of
-from eagle3.jobs.gate import Gate
+from eagle3.jobs.gate import Gate, require_servers_named
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs
 from eagle3.jobs.plan import memory_plan
 from eagle3.jobs.provenance import input_digests
@@ -105,6 +105,7 @@ def train(
 def _train(recipe: Recipe, run: _Run, resume: Resume, stop: StopSignals, finish: Finish) -> bool:
     gate = Gate(recipe, run.console.warn, training=True)
     gate.know()
+    require_servers_named(recipe)
     engine_config = deepspeed_config(run.deepspeed_file, recipe.training, run.topology.data.size())
     _enter(recipe, run, resume)
     job = _resolve(gate, run)

@@ -8,7 +8,7 @@ from tiny_run import write_recipe
 
 from eagle3.errors import UserError
 from eagle3.jobs.derived import config_of, shape_draft
-from eagle3.jobs.gate import OF_STATES, OF_TRAINING, Gate
+from eagle3.jobs.gate import OF_STATES, OF_TRAINING, Gate, require_servers_named
 from eagle3.recipe.loading import load_recipe
 
 FACTS = {"recipe", "warn", "nodes", "processes", "store", "config", "known", "draft", "longest"}
@@ -46,13 +46,17 @@ def test_a_window_that_holds_no_chain_is_refused_once_the_draft_is_known(overrid
 
 
 def test_a_capture_is_not_asked_what_only_training_needs():
-    for overrides, message in (
-        (("hidden_states.mode=live", "hidden_states.ulysses=2"), "hidden_states.ulysses: 2, but live hidden states"),
-        (("target.backend=sglang",), "target.servers: live training with SGLang needs running servers; for each"),
-    ):
-        gate_of(*overrides, training=False).know()
-        with pytest.raises(UserError, match=message):
-            gate_of(*overrides).know()
+    contradiction = ("hidden_states.mode=live", "hidden_states.ulysses=2")
+    gate_of(*contradiction, training=False).know()
+    with pytest.raises(UserError, match="hidden_states.ulysses: 2, but live hidden states"):
+        gate_of(*contradiction).know()
+
+
+def test_a_plan_needs_no_servers_and_live_training_does():
+    gate = gate_of("target.backend=sglang")
+    gate.know()
+    with pytest.raises(UserError, match="target.servers: live training with SGLang needs running servers; for each"):
+        require_servers_named(gate.recipe)
 
 
 def test_a_rule_waits_for_its_facts_and_is_applied_once(tmp_path, target):
