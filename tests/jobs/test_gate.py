@@ -59,6 +59,16 @@ def test_a_plan_needs_no_servers_and_live_training_does():
         require_servers_named(gate.recipe)
 
 
+def test_a_sample_beyond_the_drafts_positions_is_refused():
+    gate = gate_of()
+    facts = draft_of(gate)
+    reach = facts["draft"].max_position_embeddings
+    gate.know(**facts, longest=reach)
+    other = gate_of()
+    with pytest.raises(UserError, match=f"a sample has {reach + 1} tokens, but the draft only reaches {reach} "):
+        other.know(**facts, longest=reach + 1)
+
+
 def test_a_rule_waits_for_its_facts_and_is_applied_once(tmp_path, target):
     said: list[str] = []
     recipe = write_recipe(tmp_path, target)

@@ -63,12 +63,16 @@ def read_manifest(files: StoreFiles) -> StoreManifest:
 
 
 def read_own_manifest(files: StoreFiles, provenance: Provenance) -> StoreManifest:
-    """Read the manifest of a store, and check that the store serves this provenance.
-
-    Raises UserError that names the first differing field with both values. If the shards show that `store.json` was
-    changed, the message says so.
-    """
+    """Read the manifest of a store, and check that the store serves this provenance. Raises UserError as
+    `require_provenance` does."""
     manifest = read_manifest(files)
+    require_provenance(files, manifest, provenance)
+    return manifest
+
+
+def require_provenance(files: StoreFiles, manifest: StoreManifest, provenance: Provenance) -> None:
+    """Raises UserError that names the first differing field with both values, unless the store with this manifest
+    serves the provenance. If the shards show that `store.json` was changed, the message says so."""
     actual = manifest.provenance
     required = json.loads(json.dumps(dict(provenance)))  # as read back from a file, where tuples are lists
     if not _has_rows(actual, required):
@@ -100,7 +104,6 @@ def read_own_manifest(files: StoreFiles, provenance: Provenance) -> StoreManifes
             f"{files.where}: the store was captured with {values}; {key}name another folder in hidden_states.path and "
             "capture again"
         )
-    return manifest
 
 
 def _has_rows(actual: Provenance, required: Provenance) -> bool:
