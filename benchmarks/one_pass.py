@@ -33,9 +33,10 @@ TEXTS = 120  # of the 236 held-out questions
 SEEDS = (0, 1)  # of sampling
 ARMS = {"full attention": (), "window 32": ("model.draft.window=32",)}
 ENGINES = ("transformers", "sglang")
+MEASURED = (f"data.max_held_out={TEXTS}", f"evaluation.held_out_samples={TEXTS}")
 ONE_STEP = (  # which changes nothing, and measures
     *("data.max_samples=8", "training.max_steps=1", "training.learning_rate=1e-30", "output.check_export=false"),
-    *("evaluation.conversations=0", f"data.max_held_out={TEXTS}", f"evaluation.held_out_samples={TEXTS}"),
+    *("evaluation.conversations=0", *MEASURED),
 )
 
 
@@ -49,8 +50,7 @@ def run(out: Path) -> None:
             launch("train.py", RECIPE, *keys, cache, f"output.dir={folder / 'run'}", "evaluation.conversations=0")
         for kind, texts in (("greedy", "demo_answers:held_out"), ("sampled", sampled_texts(out))):
             same = [
-                *(RECIPE, *keys, cache, f'data.held_out=["{texts}"]', f"evaluation.conversations={TEXTS}"),
-                *(f"data.max_held_out={TEXTS}", f"evaluation.held_out_samples={TEXTS}"),
+                *(RECIPE, *keys, cache, f'data.held_out=["{texts}"]', f"evaluation.conversations={TEXTS}", *MEASURED),
                 f"evaluation.new_tokens={ANSWER}",
             ]
             if not (folder / kind / "export" / "config.json").exists():

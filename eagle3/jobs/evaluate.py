@@ -241,9 +241,8 @@ def judgement_record(
     kind: str, result: Any, known: KnownTarget, exported: Path, texts: str, draft: str | None = None
 ) -> dict[str, Any]:
     """The sealed content of a result file, which says what was judged, so that nobody takes it for another draft's. The
-    target's path is reduced to its last part. kind: evaluation, by_context or diagnosis. result: as for
-    as_json. draft: the hub id, if it has
-    one."""
+    target's path is reduced to its last part. kind: evaluation, by_context or diagnosis. result: as for as_json. draft:
+    the hub id, if it has one."""
     target = known.recipe.model.target
     name = Path(target).name if Path(target).expanduser().is_dir() else target
     judged = {
