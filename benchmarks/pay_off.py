@@ -196,9 +196,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     known = find_target(load_recipe(options.recipe, []), topology.device, say, make=False)
     inputs, exported = gather_inputs(known, say, judging=True), read_exported(options.draft)
     target = target_of(known, exported, topology, say)
-    head = target.head
-    draft = draft_of(exported, head, topology.modules_alone, head.embedding.dtype).to(target.device)
-    drafter = chain_drafter(target, draft, exported.d2t.to(target.device))
+    drafter = chain_drafter(target, *draft_of(exported, target.head, topology.modules_alone))
     new_tokens = known.recipe.evaluation.new_tokens
     longest = longest_prompt(known.config.max_position_embeddings, new_tokens, max(DRAFT_TOKENS))
     buckets = sample_contexts(inputs.held_out, CONTEXTS, options.per_context, longest)
@@ -209,7 +207,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             decoded = decode_conversations(target, drafter, bucket.prompts, Decoding(drafts, new_tokens))
             found.setdefault((bucket.context, drafts), []).append(SpeculativeResult.over(decoded))
         print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
-    return {"rows": list(predictions(found, draft.draft_config.window)), "mark": MARK_MEASURED}
+    return {"rows": list(predictions(found, exported.config.window)), "mark": MARK_MEASURED}
 
 
 def predictions(found: dict[tuple[int, int], list[Any]], window: int | None):

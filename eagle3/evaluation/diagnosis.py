@@ -181,15 +181,14 @@ def measuring(
     target_head: TargetHead, groups: ProcessGroupCollection, draft_tokens: int
 ) -> Callable[[DraftReading], Measured]:
     """A function that measures readings, on the device and in the dtype of the target's head."""
-    device, dtype = target_head.embedding.device, target_head.embedding.dtype
 
     def measure(reading: DraftReading) -> Measured:
         with without_warnings():  # transformers doubts some of the ropes that are tried
-            draft = draft_of(reading.exported, target_head, groups, dtype).to(device)
+            draft, d2t = draft_of(reading.exported, target_head, groups)
         if reading.clamp is not None:
             draft.rope = _Clamped(draft.rope, reading.clamp)
         aux = [reading.aux(text) for text in reading.texts]
-        return Measured(forced_drafts(draft, reading.exported.d2t.to(device), reading.texts, aux, draft_tokens))
+        return Measured(forced_drafts(draft, d2t, reading.texts, aux, draft_tokens))
 
     return measure
 

@@ -1,8 +1,6 @@
-"""The draft's side of speculative decoding: load exported drafts, and propose chains with them."""
+"""The draft's side of speculative decoding: make drafts of exports, and propose chains with them."""
 
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,7 +11,7 @@ from eagle3.attention.ring import SharedKeyValue
 from eagle3.attention.schedule import Piece, PrefixSchedule
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.interchange import EMBEDDING, ExportedDraft, load_weights, read_exported
+from eagle3.draft.interchange import EMBEDDING, ExportedDraft, load_weights
 from eagle3.draft.model import DraftPass, Eagle3Draft
 from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.errors import UserError
@@ -23,65 +21,34 @@ from eagle3.targets.logits import TargetHead
 REMEDY = "name the target it was trained for"
 
 
-def load_draft(
-    folder: Path,
-    target_head: TargetHead,
-    groups: ProcessGroupCollection,
-    dtype: torch.dtype,
-    device: torch.device,
-    window: int | None = None,
-) -> tuple[Eagle3Draft, Tensor]:
-    """Read an exported draft as a serving engine would: from its files, and the target's embedding if it has none.
-
-    window: in keys; overrides the draft's own
-
-    Returns the frozen draft in eval mode, and its d2t [Vd] on the same device.
-
-    Raises UserError if the draft does not belong to this target.
-    """
-    exported = read_exported(folder)
-    if window is not None:
-        exported = replace(exported, config=replace(exported.config, window=window))
-    return draft_of(exported, target_head, groups, dtype).to(device), exported.d2t.to(device)
-
-
 def draft_of(
-    exported: ExportedDraft, target_head: TargetHead, groups: ProcessGroupCollection, dtype: torch.dtype
-) -> Eagle3Draft:
-    """The frozen module of an exported draft, on the CPU. Raises UserError if it does not belong to this target."""
-    has_embedding = EMBEDDING in exported.weights
-    draft = _empty_draft(exported.config, exported.origin, has_embedding, target_head, groups, dtype)
+    exported: ExportedDraft, target_head: TargetHead, groups: ProcessGroupCollection
+) -> tuple[Eagle3Draft, Tensor]:
+    """The frozen draft in eval mode, and its d2t [Vd], on the target's device and in its dtype, as a serving engine
+    makes it: from the draft's files, and the target's embedding if these have none. Raises UserError if the draft does
+    not belong to this target."""
+    draft = _empty_draft(exported.config, exported.origin, EMBEDDING in exported.weights, target_head, groups)
     load_weights(draft, exported, groups.tp)
-    return draft
+    device = target_head.embedding.device
+    return draft.to(device), exported.d2t.to(device)
 
 
 def untrained_draft(
-    config: DraftConfig,
-    target_head: TargetHead,
-    groups: ProcessGroupCollection,
-    *,
-    seed: int,
-    dtype: torch.dtype,
-    device: torch.device,
+    config: DraftConfig, target_head: TargetHead, groups: ProcessGroupCollection, *, seed: int
 ) -> Eagle3Draft:
     """Make a draft that has learnt nothing: random weights from `seed`, and the target's embedding. Comparing with it
     shows how much of an acceptance length was learnt. The caller's random state does not change."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _empty_draft(config, "draft config", False, target_head, groups, dtype).to(device)
+        return _empty_draft(config, "draft config", False, target_head, groups).to(target_head.embedding.device)
 
 
 def _empty_draft(
-    config: DraftConfig,
-    origin: str,
-    has_embedding: bool,
-    target_head: TargetHead,
-    groups: ProcessGroupCollection,
-    dtype: torch.dtype,
+    config: DraftConfig, origin: str, has_embedding: bool, target_head: TargetHead, groups: ProcessGroupCollection
 ) -> Eagle3Draft:
     assert groups.tp.size() == 1, "speculative decoding runs in one process"
     check_belongs(config, origin, target_head.vocab_size, target_head.hidden_size)
-    draft = Eagle3Draft(config, groups, dtype).eval().requires_grad_(False)
+    draft = Eagle3Draft(config, groups, target_head.embedding.dtype).eval().requires_grad_(False)
     if not has_embedding:
         if target_head.embedding.shape != draft.embedding.weight.shape:
             raise UserError(

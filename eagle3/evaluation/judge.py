@@ -12,12 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.console import Say, counted
-from eagle3.draft.config import read_draft_config
+from eagle3.draft.interchange import read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import first_sentence
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.context_results import ContextJudgement, DecodedContext
-from eagle3.evaluation.drafter import load_draft, untrained_draft
+from eagle3.evaluation.drafter import draft_of, untrained_draft
 from eagle3.evaluation.prompts import ContextPrompts
 from eagle3.evaluation.results import Conditions, Judgement, SpeculativeResult, over_sets
 from eagle3.evaluation.speculative import DecodedConversation, chain_drafter, decode_conversations
@@ -52,8 +52,7 @@ def judge_export(
     """
     draft, d2t, conditions = _load(exported, target, groups, decoding)
     decoded = decode_conversations(target, chain_drafter(target, draft, d2t), prompts, decoding, report=report)
-    dtype = target.head.embedding.dtype
-    fresh = untrained_draft(draft.draft_config, target.head, groups, seed=seed, dtype=dtype, device=target.device)
+    fresh = untrained_draft(draft.draft_config, target.head, groups, seed=seed)
     report("the same with an untrained draft, on the first few conversations")
     untrained = decode_conversations(
         target, chain_drafter(target, fresh, d2t), prompts[:UNTRAINED_CONVERSATIONS], decoding, report=report
@@ -134,7 +133,7 @@ def judge_by_context(
 def _load(
     exported: Path, target: TransformersTarget, groups: ProcessGroupCollection, decoding: Decoding
 ) -> tuple[Eagle3Draft, Tensor, Conditions]:
-    dtype = target.head.embedding.dtype
-    draft, d2t = load_draft(exported, target.head, groups, dtype, target.device, decoding.window)
-    trained_window = read_draft_config(exported / "config.json").window
-    return draft, d2t, Conditions.of("transformers", decoding, trained_window)
+    read = read_exported(exported)
+    conditions = Conditions.of("transformers", decoding, read.config.window)
+    windowed = replace(read, config=replace(read.config, window=conditions.window))
+    return *draft_of(windowed, target.head, groups), conditions

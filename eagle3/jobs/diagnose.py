@@ -137,8 +137,7 @@ def _write(
     console: Console,
 ) -> tuple[list[DecodedConversation], list[WrittenText]]:
     """Let target and draft answer the prompts. Returns how that went, and the texts."""
-    draft = draft_of(exported, target.head, topology.modules_alone, target.head.embedding.dtype).to(target.device)
-    drafter = chain_drafter(target, draft, exported.d2t.to(target.device))
+    drafter = chain_drafter(target, *draft_of(exported, target.head, topology.modules_alone))
     decoded = decode_conversations(target, drafter, prompts, decoding, report=console)
     return decoded, _read(target, prompts, [each.output.tokens for each in decoded])
 

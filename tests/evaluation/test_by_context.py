@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from jobs import inputs_of
+from tiny_draft import export_as_it_is
 from tiny_run import finish, launch, make_target, write_recipe
 
 from eagle3.console import Console
 from eagle3.draft.derivation import derive_draft
-from eagle3.draft.interchange import export_draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding, Sampling
 from eagle3.evaluation.context_results import ContextAcceptance, ContextJudgement, DecodedContext
@@ -196,20 +196,8 @@ def run(topology, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     target = load_target(make_target(folder / "target"), dtype="float32")
     shape = derive_draft(target.model.config, draft_vocab_size=200, aux_layers=target.aux_layers)
-    draft = untrained_draft(
-        shape, target.head, topology.modules, seed=0, dtype=torch.float32, device=torch.device("cpu")
-    )
-    t2d = torch.arange(shape.vocab_size) < 200
-    weights = dict(draft.named_parameters())
-    export_draft(
-        folder / "run" / "export",
-        draft,
-        weights,
-        d2t=torch.zeros(200, dtype=torch.long),
-        t2d=t2d,
-        dtype=torch.float32,
-        with_embedding=False,
-    )
+    draft = untrained_draft(shape, target.head, topology.modules, seed=0)
+    export_as_it_is(folder / "run" / "export", draft, torch.zeros(200, dtype=torch.long))
     evaluation = {"conversations": 2, "new_tokens": 12}
     return write_recipe(folder, folder / "target", model={"draft": {"vocab_size": 200}}, evaluation=evaluation)
 

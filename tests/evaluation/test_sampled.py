@@ -100,9 +100,7 @@ def pair(topology) -> Pair:
     )
     target = as_target(LlamaForCausalLM(config))
     shape = derive_draft(config, draft_vocab_size=len(SPOKEN), aux_layers=target.aux_layers)
-    draft = untrained_draft(
-        shape, target.head, topology.modules, seed=1, dtype=torch.float32, device=torch.device("cpu")
-    )
+    draft = untrained_draft(shape, target.head, topology.modules, seed=1)
     draft.lm_head.weight.mul_(20)  # so that it has opinions, if no knowledge
     return Pair(target, draft, SPOKEN - torch.arange(len(SPOKEN)))
 

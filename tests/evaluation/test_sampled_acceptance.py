@@ -51,9 +51,7 @@ def last_token_target() -> TransformersTarget:
 
 def draft_for(target: TransformersTarget, vocabulary: int, topology) -> Eagle3Draft:
     config = derive_draft(target.model.config, draft_vocab_size=vocabulary, aux_layers=target.aux_layers)
-    return untrained_draft(
-        config, target.head, topology.modules, seed=0, dtype=torch.float64, device=torch.device("cpu")
-    )
+    return untrained_draft(config, target.head, topology.modules, seed=0)
 
 
 def equal_draft(target: TransformersTarget, topology) -> Eagle3Draft:

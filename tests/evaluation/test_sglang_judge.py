@@ -12,15 +12,15 @@ import pytest
 import torch
 from sglang_cpu.environment import sglang_environment
 from sglang_cpu.targets import VOCABULARY, make_target
-from tiny_draft import export_trained, speculative_greedy
+from tiny_draft import export_as_it_is, export_trained, speculative_greedy
 from torch import Tensor
 
 from eagle3.console import Warned
-from eagle3.draft.interchange import export_draft, read_exported
+from eagle3.draft.interchange import read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding, DrawnTokens
-from eagle3.evaluation.drafter import ChainDrafter, load_draft
+from eagle3.evaluation.drafter import ChainDrafter, draft_of
 from eagle3.evaluation.results import CountedConversation, SpeculativeResult
 from eagle3.evaluation.sglang_judge import (
     DraftTree,
@@ -92,7 +92,7 @@ def engine_options(folder: Path) -> EngineOptions:
 @pytest.fixture(scope="module")
 def decoded(topology, tmp_path_factory):
     torch.set_num_threads(1)
-    folder, cpu = tmp_path_factory.mktemp("judged"), torch.device("cpu")
+    folder = tmp_path_factory.mktemp("judged")
     make_target("llama", folder / "target")
     generator = torch.Generator().manual_seed(5)
     prompts = [torch.randint(3, VOCABULARY, (5 + 3 * i,), generator=generator) for i in range(6)]
@@ -100,7 +100,7 @@ def decoded(topology, tmp_path_factory):
     export_trained(folder / "draft", target, prompts, topology)
     name_end(folder / "target", plain_decoding(target, prompts[2], new_tokens=NEW_TOKENS).tokens[-8])
     target = load_target(folder / "target", dtype="float32")
-    draft, d2t = load_draft(folder / "draft", target.head, topology.modules, torch.float32, cpu)
+    draft, d2t = draft_of(read_exported(folder / "draft"), target.head, topology.modules)
 
     flags, generated = [*DECODING_FLAGS, *CPU_ATTENTION], []
     chain = speculative_flags(str(folder / "draft"), *DraftTree.of(STEPS, 1, None))
@@ -237,15 +237,13 @@ class Windowed:
 
 @pytest.fixture(scope="module")
 def windowed(decoded, topology, tmp_path_factory):
-    folder, cpu = tmp_path_factory.mktemp("windowed"), torch.device("cpu")
-    draft, d2t = load_draft(decoded.folder / "draft", decoded.target.head, topology.modules, torch.float32, cpu)
+    folder = tmp_path_factory.mktemp("windowed")
+    draft, d2t = draft_of(read_exported(decoded.folder / "draft"), decoded.target.head, topology.modules)
     for name, weight in draft.named_parameters():
         if "self_attention" in name:
             weight.mul_(5)
     windowed = Windowed(folder, draft, d2t)
-    exported = {"d2t": d2t, "t2d": read_exported(decoded.folder / "draft").t2d, "dtype": torch.float32}
-    weights = dict(windowed.set(windowed.window).named_parameters())
-    export_draft(folder, draft, weights, **exported, with_embedding=False)
+    export_as_it_is(folder, windowed.set(windowed.window), d2t)
     return windowed
 
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from prepare_cases import byte_tokenizer
 from safetensors.torch import load_file
 from tiny_draft import (
-    CPU,
     DRAFT_TOKENS,
     DRAFT_VOCABULARY,
     NEW_TOKENS,
     SHAPE,
     as_target,
     decode_speculatively,
+    export_as_it_is,
     export_trained,
     random_prompts,
     speculative_greedy,
@@ -42,7 +42,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding
-from eagle3.evaluation.drafter import ChainDrafter, load_draft, untrained_draft
+from eagle3.evaluation.drafter import ChainDrafter, draft_of, untrained_draft
 from eagle3.evaluation.judge import judge_export
 from eagle3.evaluation.results import as_json
 from eagle3.evaluation.speculative import TargetSession, compare, plain_decoding, tie_resolution
@@ -84,8 +84,8 @@ class Pair:
     prompts: list[Tensor]
     topology: Topology
 
-    def draft(self, dtype: torch.dtype = torch.float32) -> tuple[Eagle3Draft, Tensor]:
-        return load_draft(self.folder, self.target.head, self.topology.modules, dtype, CPU)
+    def draft(self, target: TransformersTarget | None = None) -> tuple[Eagle3Draft, Tensor]:
+        return draft_of(read_exported(self.folder), (target or self.target).head, self.topology.modules)
 
     def decode(self, draft: Eagle3Draft, d2t: Tensor, **changes):
         lengths = {"draft_tokens": DRAFT_TOKENS, "new_tokens": NEW_TOKENS} | changes
@@ -198,13 +198,12 @@ def test_drafts_and_accepted_counts_equal_the_definition_without_caches(pair):
 def test_a_draft_that_lives_by_its_attention_drafts_by_the_definition(pair, tmp_path, window):
     """With large projections every key matters, including those of the chain's earlier steps. Under a window, the last
     keys do."""
-    (draft, d2t), t2d = pair.draft(), read_exported(pair.folder).t2d
+    draft, d2t = pair.draft()
     draft.draft_config = dataclasses.replace(draft.draft_config, window=window)
     for name, weight in draft.named_parameters():
         if "self_attention" in name:
             weight.mul_(5)
-    weights = dict(draft.named_parameters())
-    export_draft(tmp_path, draft, weights, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=False)
+    export_as_it_is(tmp_path, draft, d2t)
     accepted_counts(dataclasses.replace(pair, folder=tmp_path, prompts=pair.prompts[:2]), draft_tokens=6)
 
 
@@ -223,7 +222,7 @@ def test_output_is_the_targets_own_greedy_text(make, draft_tokens, topology):
             expected.append(tokens[len(prompt) :])
     used = torch.tensor(expected).unique()[:4]
     config = derive_draft(target.model.config, draft_vocab_size=len(used), aux_layers=target.aux_layers)
-    draft = untrained_draft(config, target.head, topology.modules, seed=0, dtype=torch.float32, device=CPU)
+    draft = untrained_draft(config, target.head, topology.modules, seed=0)
     d2t = used - torch.arange(len(used))
     for prompt, tokens in zip(prompts, expected, strict=True):
         output = speculative_greedy(target, draft, d2t, prompt, draft_tokens=draft_tokens, new_tokens=NEW_TOKENS)
@@ -255,18 +254,15 @@ def test_counts_agree_and_training_shows(pair):
     for share, conditional in zip(result.position_acceptance, result.conditional_acceptance, strict=True):
         chance *= conditional
         assert share == pytest.approx(chance)
-    untrained = untrained_draft(
-        draft.draft_config, pair.target.head, pair.topology.modules, seed=0, dtype=torch.float32, device=CPU
-    )
+    untrained = untrained_draft(draft.draft_config, pair.target.head, pair.topology.modules, seed=0)
     assert result.acceptance_length > pair.decode(untrained, d2t).acceptance_length + 0.5
     assert as_json(result)["acceptance_length"] == result.acceptance_length
 
 
 def test_a_draft_is_judged_with_another_window_as_if_it_had_that_and_the_result_names_both(pair, tmp_path):
-    (draft, d2t), t2d = pair.draft(), read_exported(pair.folder).t2d
+    draft, d2t = pair.draft()
     draft.draft_config = dataclasses.replace(draft.draft_config, window=6)
-    weights = dict(draft.named_parameters())
-    export_draft(tmp_path, draft, weights, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=False)
+    export_as_it_is(tmp_path, draft, d2t)
 
     def judged(folder, window):
         fast = byte_tokenizer()
@@ -333,7 +329,7 @@ def test_equal_logits_are_a_tie_and_other_differences_a_mismatch(pair):
 def test_a_wrong_verification_is_a_mismatch(pair, dtype, monkeypatch):
     """The comparison must find a target whose cache is not rolled back after a rejected draft."""
     target = as_target(tiny_llama(), dtype)
-    draft, d2t = pair.draft(dtype)
+    draft, d2t = pair.draft(target)
     monkeypatch.setattr(TargetSession, "forget", lambda self, tokens: None)
     heard = []
     result = decode_speculatively(target, draft, d2t, pair.prompts, draft_tokens=3, new_tokens=20, report=heard.append)
@@ -388,21 +384,17 @@ def test_an_export_brings_its_own_embedding_or_takes_the_targets(pair, tmp_path)
     own = {name: weight.clone() for name, weight in draft.named_parameters()}
     own["embedding.weight"] += 1
     export_draft(tmp_path, draft, own, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=True)
-    again, _ = load_draft(tmp_path, pair.target.head, pair.topology.modules, torch.float32, CPU)
+    again, _ = draft_of(read_exported(tmp_path), pair.target.head, pair.topology.modules)
     for name, weight in again.named_parameters():
         assert torch.equal(weight, own[name]) and not weight.requires_grad, name
 
 
 def test_an_untrained_draft_is_its_seeds_and_leaves_the_random_state(pair):
     config = read_exported(pair.folder).config
-    make = {
-        "target_head": pair.target.head,
-        "groups": pair.topology.modules,
-        "dtype": torch.float32,
-        "device": CPU,
-    }
     before = torch.random.get_rng_state()
-    first, same, other = (untrained_draft(config, seed=seed, **make) for seed in (4, 4, 5))
+    first, same, other = (
+        untrained_draft(config, pair.target.head, pair.topology.modules, seed=seed) for seed in (4, 4, 5)
+    )
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(first.fc.weight, same.fc.weight) and not torch.equal(first.fc.weight, other.fc.weight)
     torch.manual_seed(4)
@@ -413,7 +405,7 @@ def test_a_draft_of_another_target_is_refused(pair):
     head = pair.target.head
 
     def load(other: TargetHead):
-        return load_draft(pair.folder, other, pair.topology.modules, torch.float32, CPU)
+        return draft_of(read_exported(pair.folder), other, pair.topology.modules)
 
     with pytest.raises(UserError, match="hidden size 64, but this one has 256 and 32; name the target"):
         load(TargetHead(head.embedding[:, :32], head.head[:, :32]))

@@ -88,7 +88,7 @@ def export_trained(
     draft_id[frequent] = torch.arange(DRAFT_VOCABULARY)
     derived = derive_draft(target.model.config, draft_vocab_size=DRAFT_VOCABULARY, aux_layers=target.aux_layers)
     config = dataclasses.replace(derived, **shape)
-    draft = untrained_draft(config, target.head, topology.modules, seed=0, dtype=torch.float32, device=CPU)
+    draft = untrained_draft(config, target.head, topology.modules, seed=0)
     trained = [weight.requires_grad_() for name, weight in draft.named_parameters() if name != "embedding.weight"]
     stream = Stream.pack(texts, [torch.ones(len(text), dtype=torch.bool) for text in texts], "reference")
     plan = plan_sequence(stream, DRAFT_TOKENS, window=config.window)
@@ -103,7 +103,12 @@ def export_trained(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    t2d = draft_id >= 0
-    d2t = frequent - torch.arange(DRAFT_VOCABULARY)
+    export_as_it_is(folder, draft, frequent - torch.arange(DRAFT_VOCABULARY))
+
+
+def export_as_it_is(folder: Path, draft: Eagle3Draft, d2t: Tensor) -> None:
+    """In fp32, without the embedding."""
+    t2d = torch.zeros(draft.draft_config.vocab_size, dtype=torch.bool)
+    t2d[d2t + torch.arange(len(d2t))] = True
     weights = dict(draft.named_parameters())
     export_draft(folder, draft, weights, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=False)
