@@ -3,10 +3,9 @@ the same thing. Start it like train.py, on the same nodes with the same options.
 
 import datetime
 import socket
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import GREEN, RED, YELLOW, Console, tell, waiting
@@ -50,9 +49,7 @@ def main() -> int:
     console, speaks = Console(topology.is_first, quiet=options.quiet), topology.is_first
     if speaks and not options.quiet:
         tell(f"processes: {len(cluster.nodes)}, nodes: {len(cluster.ranks)} ({', '.join(cluster.ranks)})")
-    checks = chain(
-        findings(cluster, topology, recipe, options.deepspeed), golden(cluster, recipe, options.deepspeed, states)
-    )
+    checks = findings(cluster, topology, recipe, options.deepspeed, states)
     while True:
         with waiting(console, f"check {len(states) + 1}"):
             finding = next(checks, None)
@@ -78,45 +75,46 @@ def show(finding: "Finding") -> None:
         tell(f"remedy: {finding.remedy}", lead=" " * 7)
 
 
-def findings(cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed: Path) -> Iterator["Finding"]:
+def findings(
+    cluster: "Cluster", topology: "Topology", recipe: Recipe, deepspeed: Path, states: list[str]
+) -> Iterator["Finding"]:
     """Runs the checks and yields their findings. Collective: every rank goes through all of them, in this order. Checks
-    that may leave a link broken come last."""
+    that may leave a link broken come last; golden cases, which need all links, only if none has failed (`states`)."""
     from eagle3.jobs import doctor
     from eagle3.packages import PACKAGES
     from eagle3.preflight import bandwidth, machine, places, sameness
 
+    packages = (*PACKAGES, "sglang") if recipe.target.backend == "sglang" else PACKAGES
     settings = deepspeed.read_text(encoding="utf-8")
-    traits = sameness.own_traits(dump_recipe(recipe), settings, packages_of(recipe, PACKAGES))
-    for name, trait in traits.items():
-        yield sameness.compare(cluster, name, trait)
+    for name, traits in sameness.own_traits(dump_recipe(recipe), settings, packages).items():
+        yield from outcomes(sameness.compare, cluster, name, traits)
     # From here on all ranks use the first rank's recipe, so that they make the same checks.
-    recipe = cluster.ask(
-        (lambda: recipe.model_dump(mode="json")) if topology.is_first else None, Recipe.model_validate
-    )[0]
-    yield machine.check_gpus(cluster, topology.device)
-    yield machine.check_open_files(cluster)
-    yield places.check_shared(cluster, "output.dir", recipe.output.dir)
+    recipe = Recipe.model_validate(cluster.gather(recipe.model_dump(mode="json"))[0])
+    yield from outcomes(machine.check_gpus, cluster, topology.device)
+    yield from outcomes(machine.check_open_files, cluster)
+    yield from outcomes(places.check_shared, cluster, "output.dir", recipe.output.dir)
     if recipe.hidden_states.mode == "live" and recipe.target.backend == "sglang" and len(cluster.ranks) > 1:
-        yield places.check_shared(cluster, "target.spool", Path(recipe.target.spool))
-    yield places.check_cache(cluster, "data.cache_dir", recipe.data.cache_dir)
-    yield places.check_inputs(cluster, inputs_of(recipe))
-    checkpoint = cluster.ask((lambda: doctor.checkpoint_of(recipe)) if topology.is_first else None)[0]
+        yield from outcomes(places.check_shared, cluster, "target.spool", Path(recipe.target.spool))
+    yield from outcomes(places.check_cache, cluster, "data.cache_dir", recipe.data.cache_dir)
+    yield from outcomes(places.check_inputs, cluster, inputs_of(recipe))
+    checkpoint = cluster.gather(doctor.checkpoint_of(recipe) if topology.is_first else None)[0]
     count = recipe.training.keep_checkpoints + 2  # plus the best one, and the one being written
-    yield places.check_space(cluster, recipe.output.dir, checkpoint, count)
-    yield from doctor.check_kernels(cluster, topology, recipe)
-    yield from bandwidth.check_all_reduce(cluster, topology.device, 2 * PATIENCE)
-
-
-def packages_of(recipe: Recipe, usual: tuple[str, ...]) -> tuple[str, ...]:
-    return (*usual, "sglang") if recipe.target.backend == "sglang" else usual
-
-
-def golden(cluster: "Cluster", recipe: Recipe, deepspeed: Path, states: list[str]) -> Iterator["Finding"]:
-    """Golden cases through the engine, unless a check has failed: links and ranks may then be in no state for that."""
-    from eagle3.jobs.doctor import check_golden
-
+    yield from outcomes(places.check_space, cluster, recipe.output.dir, checkpoint, count)
+    yield from outcomes(doctor.check_kernels, cluster, topology, recipe)
+    yield from outcomes(bandwidth.check_all_reduce, cluster, topology.device, 2 * PATIENCE)
     if "failed" not in states:
-        yield from check_golden(cluster, ROOT / "tests" / "golden", deepspeed, recipe.parallelism)
+        yield from outcomes(doctor.check_golden, cluster, ROOT / "tests" / "golden", deepspeed, recipe.parallelism)
+
+
+def outcomes(check: Callable[..., "Finding | Iterator[Finding]"], *arguments: Any) -> Iterator["Finding"]:
+    """What a check finds, and the flaw that ends it."""
+    from eagle3.preflight.cluster import Finding, Flaw
+
+    try:
+        found = check(*arguments)
+        yield from [found] if isinstance(found, Finding) else found
+    except Flaw as flaw:
+        yield flaw.finding
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ the stored reference, in the job's own layout."""
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from eagle3.kernels.choice import (
 from eagle3.kernels.proof import KernelDemand, raised
 from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology, start_distributed
-from eagle3.preflight.cluster import Cluster, Finding, troubled
+from eagle3.preflight.cluster import Cluster, Finding, Flaw
 from eagle3.preflight.places import checkpoint_bytes
 from eagle3.recipe.schema import Parallelism, Recipe
 
@@ -42,27 +43,19 @@ def checkpoint_of(recipe: Recipe) -> int | None:
 def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Iterator[Finding]:
     """A finding for each kind of attention's blocks, for position-wise work and for the loss: every kernel's error and
     time, and which one training will use. Collective."""
-    sizes, dtype = cluster.ask((lambda: _demanded(recipe)) if topology.is_first else None)[0], recipe.training.dtype
-    if isinstance(sizes, str):
-        yield Finding("kernels", "failed", sizes, "change parallelism")
-        return
+    sizes = cluster.ask("kernels", lambda: _demanded(recipe), "change parallelism", [0])[0]
     if sizes is None:
         yield Finding("kernels", "note", "not tried, because the target's config is not available (yet)")
         return
-    demand, device = KernelDemand(**sizes, dtype=getattr(torch, dtype)), topology.device
-    try:
-        candidates = Candidates.of(demand, device, recipe.training.kernels)
-    except UserError as error:  # as on every rank
-        yield Finding("kernels", "failed", str(error), "see above")
-        return
+    demand, device = KernelDemand(**sizes, dtype=getattr(torch, recipe.training.dtype)), topology.device
     timed = device.type == "cuda"
 
-    answers = cluster.ask(lambda: plain_values(candidates.prove(demand, topology.alone, device, timed)), parsed)
-    if reasons := troubled(answers):
-        rank, reason = next(iter(reasons.items()))
-        yield Finding("kernels", "failed", f"{cluster.named([rank])}: {reason}", "look at nvidia-smi there")
-        return
-    for kind, verdicts in agreement([*answers.values()]).items():
+    def prove() -> Any:
+        candidates = Candidates.of(demand, device, recipe.training.kernels)
+        return plain_values(candidates.prove(demand, topology.alone, device, timed))
+
+    proven = cluster.ask("kernels", prove, "set training.kernels to auto, and look at nvidia-smi there")
+    for kind, verdicts in agreement([*map(parsed, proven.values())]).items():
         if not verdicts:
             continue  # blocks of this kind are cut into others
         name, right = f"kernels for {described(kind)}", [each for each in verdicts if each.right]
@@ -74,16 +67,13 @@ def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Itera
         yield Finding("FlashAttention 4", "note", FLASH4_ADVICE)
 
 
-def _demanded(recipe: Recipe) -> dict[str, int | None] | str | None:
-    """The fields of a Demand that are JSON values, or the reason why this draft cannot be divided so. None if the
-    target's config is not available (yet)."""
+def _demanded(recipe: Recipe) -> dict[str, int | None] | None:
+    """The fields of a KernelDemand that are JSON values. None if the target's config is not available (yet). Raises
+    UserError if this draft cannot be divided so."""
     draft, parallelism = _draft(recipe), recipe.parallelism
     if draft is None:
         return None
-    try:
-        require_divisible(draft, parallelism.tensor, parallelism.ulysses)
-    except UserError as error:
-        return str(error)
+    require_divisible(draft, parallelism.tensor, parallelism.ulysses)
     demand = KernelDemand.of(draft, parallelism.tensor, parallelism.ulysses, torch.float32, recipe.training.ttt_steps)
     return {name: value for name, value in asdict(demand).items() if name != "dtype"}
 
@@ -105,8 +95,7 @@ def check_golden(cluster: Cluster, folder: Path, deepspeed_file: Path, sizes: Pa
     try:
         topology = start_distributed(sizes.tensor, sizes.ulysses, sizes.ring)
     except UserError as error:  # as on every rank
-        yield Finding("golden cases", "failed", str(error), "change parallelism, or start as many processes")
-        return
+        raise Flaw("golden cases", str(error), "change parallelism, or start as many processes") from error
     for dtype in (torch.float32, torch.bfloat16):
         name = f"golden cases in {str(dtype).removeprefix('torch.')}"
         left_out = NOT_IN_BFLOAT16 if dtype == torch.bfloat16 else ()
@@ -120,8 +109,7 @@ def check_golden(cluster: Cluster, folder: Path, deepspeed_file: Path, sizes: Pa
             yield Finding(name, "note", f"not run in this layout ({error})")
             return
         except Exception as error:  # by a kernel, a driver, a link
-            yield Finding(name, "failed", raised(error), "look at the kernels above, and at nvidia-smi")
-            return
+            raise Flaw(name, raised(error), "look at the kernels above, and at nvidia-smi") from error
         found = ", ".join(f"{case} {share:.1%}" for case, share in shares.items())
         yield _judged(name, f"errors in this layout, of what is allowed: {found}", max(shares.values()), dtype)
 

@@ -4,14 +4,13 @@ import datetime
 import statistics
 import time
 from collections.abc import Iterator
-from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from eagle3.preflight.cluster import Cluster, Finding, troubled
+from eagle3.preflight.cluster import Cluster, Finding
 
 CUDA_BYTES, CPU_BYTES = 256 * 2**20, 8 * 2**20  # large enough for latency not to matter
 WARM_UPS, REPETITIONS = 2, 5
@@ -30,13 +29,6 @@ REMEDY = (
     "run again with NCCL_DEBUG=INFO and read which transport it takes; NCCL_SOCKET_IFNAME names the network interface, "
     "NCCL_IB_HCA the InfiniBand cards (ibstat), nvidia-smi topo -m the links inside a node"
 )
-
-
-class Reduced(NamedTuple):
-    """The result of timing all-reduces."""
-
-    gigabytes: float  # bus bandwidth in GB/s: 2 (n - 1) / n * bytes / seconds / 1e9
-    exact: bool  # whether every sum was exact
 
 
 def check_all_reduce(cluster: Cluster, device: torch.device, timeout: datetime.timedelta) -> Iterator[Finding]:
@@ -58,16 +50,15 @@ def check_all_reduce(cluster: Cluster, device: torch.device, timeout: datetime.t
             continue
         groups = [dist.new_group(ranks, timeout=timeout) for ranks in rings]  # every rank must form all groups
         mine = [group for ranks, group in zip(rings, groups, strict=True) if cluster.rank in ranks]
-        measured = cluster.ask(partial(measure, mine[0], device) if mine else None, Reduced._make)
+        measured = cluster.ask(label, lambda mine=mine: measure(*mine, device), REMEDY, [*chain(*rings)])
         ports = 0.0 if "inside" in label else max(cluster.gather(port_speed()))
         spec = None if name is None else link_speed(name) if "inside" in label else ports or ETHERNET
         yield judge_reduction(cluster, label, measured, spec)
-        if troubled(measured):
-            return  # the ranks may no longer agree on what comes next
 
 
-def measure(group: dist.ProcessGroup, device: torch.device) -> Reduced:
-    """Times all-reduces in a group. Raises dist.DistError if one does not finish."""
+def measure(group: dist.ProcessGroup, device: torch.device) -> tuple[float, bool]:
+    """Times all-reduces in a group. Returns their bus bandwidth in GB/s (2 (n - 1) / n * bytes / seconds / 1e9), and
+    whether every sum was exact. Raises dist.DistError if one does not finish."""
     count, size = (CUDA_BYTES if device.type == "cuda" else CPU_BYTES) // 4, group.size()
     # Whole numbers, whose fp32 sums are exact in any order as long as they stay below 2^24 (up to 4,800 ranks).
     pattern = (torch.arange(count, device=device) % PATTERN).float()
@@ -82,23 +73,20 @@ def measure(group: dist.ProcessGroup, device: torch.device) -> Reduced:
         seconds.append(time.perf_counter() - start)
         exact = torch.equal(total, expected) and exact
     traffic = 2 * (size - 1) / size * 4 * count
-    return Reduced(traffic / statistics.median(seconds[WARM_UPS:]) / 1e9, exact)
+    return traffic / statistics.median(seconds[WARM_UPS:]) / 1e9, exact
 
 
-def judge_reduction(cluster: Cluster, name: str, results: dict[int, Reduced], spec: float | None) -> Finding:
-    """Judges the measurements. spec: the link's GB/s by data sheet; None: the speed is not judged, as on CPUs."""
-    if reasons := troubled(results):
-        return Finding(
-            name, "failed", f"did not finish on {cluster.named([*reasons])}: {next(iter(reasons.values()))}", REMEDY
-        )
-    if wrong := [rank for rank, reduced in results.items() if not reduced.exact]:
+def judge_reduction(cluster: Cluster, name: str, results: dict[int, tuple[float, bool]], spec: float | None) -> Finding:
+    """Judges what `measure` returned. spec: the link's GB/s by data sheet; None: the speed is not judged, as on
+    CPUs."""
+    if wrong := [rank for rank, (_, exact) in results.items() if not exact]:
         return Finding(
             name,
             "failed",
             f"the sum is wrong on {cluster.named(wrong)}: a GPU or a link corrupts data",
             "take the node out of the job, and look at dmesg and nvidia-smi -q there",
         )
-    speed, rank = min((reduced.gigabytes, rank) for rank, reduced in results.items())
+    speed, rank = min((speed, rank) for rank, (speed, _) in results.items())
     if spec is None or speed >= spec * FAR_BELOW:
         detail = f"{speed:.2f} GB/s of bus bandwidth (least: {cluster.named([rank])}), the sums are exact"
         return Finding(name, "note" if spec is None else "ok", detail)

@@ -3,14 +3,14 @@ state the job's collectives are in, and names the ranks that do not answer."""
 
 import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from eagle3.errors import SharedUserError, in_one_line
+from eagle3.errors import SharedUserError, UserError, in_one_line
 from eagle3.parallel.topology import node_name
 
 Gather = Callable[[Any], list[Any]]
@@ -27,8 +27,12 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-class Trouble(str):
-    """The reason why a rank could not answer."""
+class Flaw(SharedUserError):
+    """A check that failed. Every rank raises it."""
+
+    def __init__(self, name: str, found: str, remedy: str) -> None:
+        super().__init__(f"{name}: {found}; {remedy}")
+        self.finding = Finding(name, "failed", found, remedy)
 
 
 @dataclass(frozen=True)
@@ -50,27 +54,23 @@ class Cluster:
         """The ranks of each node."""
         return owners(enumerate(self.nodes))
 
-    def ask(self, work: Callable[[], Any] | None, kind: Callable[[Any], Any] = lambda value: value) -> dict[int, Any]:
-        """Returns the result of `work` for each rank that passes `work`. Collective. If the operating system, the GPU
-        or a collective fails on a rank, its answer is a Trouble, so that no rank waits for one that failed.
+    def ask(
+        self, name: str, work: Callable[[], Any], remedy: str, ranks: Collection[int] | None = None
+    ) -> dict[int, Any]:
+        """What `work` returns on these ranks (default: all), as JSON stores it. Collective. Raises Flaw on every rank,
+        so that none waits for one that failed, if the operating system, the GPU or a collective fails on one."""
+        answer = None
+        if ranks is None or self.rank in ranks:
+            try:
+                answer = {"answer": work()}
+            except (OSError, UserError, torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError) as error:
+                answer = {"trouble": in_one_line(error)}
+        answers = {rank: each for rank, each in enumerate(self.gather(answer)) if each is not None}
+        if troubles := {rank: each["trouble"] for rank, each in answers.items() if "trouble" in each}:
+            raise Flaw(name, f"{self.named(troubles)}: {next(iter(troubles.values()))}", remedy)
+        return {rank: each["answer"] for rank, each in answers.items()}
 
-        kind: converts each answer from JSON's types.
-        """
-        try:
-            answer = None if work is None else {"answer": work()}
-        except (OSError, torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError) as error:
-            answer = {"trouble": in_one_line(error)}
-        return {
-            rank: Trouble(each["trouble"]) if "trouble" in each else kind(each["answer"])
-            for rank, each in enumerate(self.gather(answer))
-            if each is not None
-        }
-
-    def ask_leaders(self, work: Callable[[], Any]) -> dict[int, Any]:
-        """Asks the first rank of each node. Collective."""
-        return self.ask(work if self.rank in self.leaders else None)
-
-    def named(self, ranks: Sequence[int]) -> str:
+    def named(self, ranks: Collection[int]) -> str:
         """Names the ranks: `node a`, `nodes a, b`, or `rank 3 on a` for some of a node's ranks."""
         whole = [node for node, all_of_it in self.ranks.items() if set(all_of_it) <= set(ranks)]
         parts = [f"rank {rank} on {self.nodes[rank]}" for rank in ranks if self.nodes[rank] not in whole]
@@ -81,7 +81,7 @@ class Cluster:
         prefix = "" if not whole else "node " if len(whole) == 1 else "nodes "
         return prefix + ", ".join(places[:SHOWN]) + more
 
-    def where(self, leaders: Sequence[int]) -> str:
+    def where(self, leaders: Collection[int]) -> str:
         """Names the nodes that these ranks lead, for questions asked once per node."""
         return self.named([rank for leader in leaders for rank in self.ranks[self.nodes[leader]]])
 
@@ -92,11 +92,6 @@ def owners(values: Iterable[tuple[int, Value]]) -> dict[Value, list[int]]:
     for rank, value in values:
         groups.setdefault(value, []).append(rank)
     return groups
-
-
-def troubled(answers: dict[int, Any]) -> dict[int, str]:
-    """The reasons why ranks could not answer, by rank."""
-    return {rank: answer for rank, answer in answers.items() if isinstance(answer, Trouble)}
 
 
 class StoreGather:

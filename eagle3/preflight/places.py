@@ -7,7 +7,6 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from secrets import token_hex
 
@@ -15,7 +14,7 @@ from eagle3.console import data_size
 from eagle3.draft.config import DraftConfig
 from eagle3.durable import flush
 from eagle3.planning.step import Weights
-from eagle3.preflight.cluster import Cluster, Finding, Trouble, owners, troubled
+from eagle3.preflight.cluster import Cluster, Finding, Flaw, owners
 
 PATIENCE = 10.0  # seconds within which another node's file must appear; network file systems cache directories
 ABSENT = "absent"
@@ -28,34 +27,15 @@ def check_shared(cluster: Cluster, key: str, folder: Path, patience: float = PAT
     key: the recipe key that names the folder.
     folder: each node resolves it by itself (~ and the working directory may differ between nodes).
     """
+    remedy = f"set {key} to a folder on a file system that every node mounts and can write to"
     with ExitStack() as left:
-        leave = partial(left.enter_context, _marker(folder))
-        marker = cluster.ask(leave if cluster.rank == 0 else None)[0]
-        if isinstance(marker, Trouble):
-            return _unwritable(cluster, key, folder, {0: marker})
-        replies = cluster.ask_leaders(lambda: _await_marker(folder, *marker, patience))
-    if reasons := troubled(replies):
-        return _unwritable(cluster, key, folder, reasons)
+        marker = cluster.ask(key, lambda: left.enter_context(_marker(folder)), remedy, [0])[0]
+        replies = cluster.ask(key, lambda: _await_marker(folder, *marker, patience), remedy, cluster.leaders)
     lacking = [rank for rank, why in replies.items() if why]
-    if not lacking:
-        verdict = "is writable" if len(cluster.ranks) == 1 else f"is shared by {len(cluster.ranks)} nodes"
-        return Finding(key, "ok", f"the place of {folder} {verdict}")
-    return Finding(
-        key,
-        "failed",
-        f"{folder}: {replies[lacking[0]]} on {cluster.where(lacking)}",
-        f"set {key} to a folder on a file system that every node mounts and can write to",
-    )
-
-
-def _unwritable(cluster: Cluster, key: str, folder: Path, reasons: dict[int, str]) -> Finding:
-    """The finding for a folder that cannot be written. reasons: by rank, for ranks that lead a node."""
-    return Finding(
-        key,
-        "failed",
-        f"{folder}: cannot be written on {cluster.where([*reasons])} ({next(iter(reasons.values()))})",
-        f"set {key} to a place that this user can write to on every node",
-    )
+    if lacking:
+        raise Flaw(key, f"{folder}: {replies[lacking[0]]} on {cluster.where(lacking)}", remedy)
+    verdict = "is writable" if len(cluster.ranks) == 1 else f"is shared by {len(cluster.ranks)} nodes"
+    return Finding(key, "ok", f"the place of {folder} {verdict}")
 
 
 def check_cache(cluster: Cluster, key: str, folder: Path) -> Finding:
@@ -65,8 +45,7 @@ def check_cache(cluster: Cluster, key: str, folder: Path) -> Finding:
         with _marker(folder):
             pass
 
-    if reasons := troubled(cluster.ask_leaders(write)):
-        return _unwritable(cluster, key, folder, reasons)
+    cluster.ask(key, write, f"set {key} to a place that this user can write to on every node", cluster.leaders)
     return Finding(key, "ok", f"{folder} is writable")
 
 
@@ -76,27 +55,23 @@ def check_inputs(cluster: Cluster, inputs: dict[str, str]) -> Finding:
     inputs: recipe key -> path. A value that exists on no node and does not look like a path is taken for a hub id or a
         keyword of the recipe.
     """
-    listings = cluster.ask_leaders(lambda: {key: _listing(Path(path).expanduser()) for key, path in inputs.items()})
-    if reasons := troubled(listings):
-        return Finding(
-            "inputs",
-            "failed",
-            f"{cluster.where([*reasons])}: {next(iter(reasons.values()))}",
-            "make them readable for this user on every node",
-        )
+
+    def listings() -> dict[str, str]:
+        return {key: _listing(Path(path).expanduser()) for key, path in inputs.items()}
+
+    listed = cluster.ask("inputs", listings, "make them readable for this user on every node", cluster.leaders)
     local = []
     for key, path in inputs.items():
-        holders = owners((rank, listed[key]) for rank, listed in listings.items())
+        holders = owners((rank, each[key]) for rank, each in listed.items())
         if [*holders] == [ABSENT] and not path.startswith(("/", ".", "~")) and path.count("/") < 2:
             continue
         local.append(key)
         if len(holders) > 1 or ABSENT in holders:
             differences = "; ".join(f"{listing} on {cluster.where(ranks)}" for listing, ranks in holders.items())
-            return Finding(
+            raise Flaw(
                 "inputs",
-                "failed",
                 f"{key} {path}: {differences}",
-                "copy it to every node, or name a place that every node mounts",
+                "copy it to every node, or name a place that all mount",
             )
     detail = f"{', '.join(local)}: the same on every node" if local else "none of them is a local file"
     return Finding("inputs", "ok", detail)
@@ -131,22 +106,17 @@ def free_bytes(folder: Path) -> int:
 
 def judge_space(folder: Path, free: int, needed: int, content: str) -> Finding:
     detail = f"{folder}: {data_size(free)} free, {data_size(needed)} for {content}"
-    if free >= needed:
-        return Finding("disk space", "ok", detail)
-    return Finding(
-        "disk space",
-        "failed",
-        detail,
-        "free some, set output.dir to a larger place, or lower training.keep_checkpoints",
-    )
+    if free < needed:
+        raise Flaw(
+            "disk space", detail, "free some, set output.dir to a larger place, or lower training.keep_checkpoints"
+        )
+    return Finding("disk space", "ok", detail)
 
 
 def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, count: int) -> Finding:
     """Checks that checkpoints fit on the disk. Collective. checkpoint: bytes per checkpoint, None if unknown. count:
     how many exist at a time."""
-    free = cluster.ask_leaders(lambda: free_bytes(folder))
-    if reasons := troubled(free):
-        return _unwritable(cluster, "output.dir", folder, reasons)._replace(name="disk space")
+    free = cluster.ask("disk space", lambda: free_bytes(folder), "set output.dir to another place", cluster.leaders)
     least = min(free.values())
     if checkpoint is None:
         return Finding("disk space", "note", f"{folder}: {data_size(least)} free; a checkpoint's size is not known yet")

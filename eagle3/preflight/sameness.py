@@ -10,7 +10,7 @@ import yaml
 import eagle3
 from eagle3.console import without_passwords
 from eagle3.packages import ABSENT, versions
-from eagle3.preflight.cluster import Cluster, Finding, owners
+from eagle3.preflight.cluster import Cluster, Finding, Flaw, owners
 from eagle3.recipe.loading import leaves
 
 # What one rank runs: name of a package, file or key -> its value in readable form.
@@ -64,7 +64,7 @@ def compare(cluster: Cluster, name: str, mine: Traits) -> Finding:
     holders = owners((rank, traits.get(differing[0], ABSENT)) for rank, traits in enumerate(everyones))
     values = "; ".join(f"{_shorten(value)} on {cluster.named(ranks)}" for value, ranks in holders.items())
     more = f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else ""
-    return Finding(name, "failed", f"{differing[0]}: {values}{more}", REMEDIES[name])
+    raise Flaw(name, f"{differing[0]}: {values}{more}", REMEDIES[name])
 
 
 def _digest(content: bytes) -> str:

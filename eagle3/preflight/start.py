@@ -4,10 +4,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from eagle3.errors import SharedUserError
 from eagle3.packages import PACKAGES
 from eagle3.parallel.topology import gathered
-from eagle3.preflight.cluster import Finding, join
+from eagle3.preflight.cluster import join
 from eagle3.preflight.machine import check_open_files
 from eagle3.preflight.places import check_shared, free_bytes, judge_space
 from eagle3.preflight.sameness import compare, own_traits
@@ -28,17 +27,12 @@ def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages:
     """
     cluster = join(gathered, dist.get_rank())
     for name, traits in own_traits(recipe, deepspeed, (*PACKAGES, *packages)).items():
-        _require(compare(cluster, name, traits))
-    _require(check_open_files(cluster))
-    _require(check_shared(cluster, "output.dir", output_dir))
+        compare(cluster, name, traits)
+    check_open_files(cluster)
+    check_shared(cluster, "output.dir", output_dir)
 
 
 def require_room(output_dir: Path, checkpoint: int) -> None:
     """Raises SharedUserError if the disk has no room for one checkpoint of `checkpoint` bytes (see
     places.checkpoint_bytes). Call it on all ranks, which see the same file system."""
-    _require(judge_space(output_dir, free_bytes(output_dir), checkpoint, "a checkpoint"))
-
-
-def _require(finding: Finding) -> None:
-    if finding.state == "failed":
-        raise SharedUserError(f"{finding.name}: {finding.found}; {finding.remedy}")
+    judge_space(output_dir, free_bytes(output_dir), checkpoint, "a checkpoint")
