@@ -54,7 +54,7 @@ def write_new(options: argparse.Namespace) -> None:
         from eagle3.jobs.new_recipe import model_size, new_recipe_text
         from eagle3.targets.checkpoint import tokenizer_code
         from eagle3.targets.facts import read_facts
-        from eagle3.targets.sglang.version import eagle3_targets
+        from eagle3.targets.sglang.version import EAGLE3_TARGETS
 
     console = Console(speaks=True, quiet=options.quiet)
     values: dict = {"model": {"target": target}}
@@ -64,19 +64,18 @@ def write_new(options: argparse.Namespace) -> None:
     with waiting(console, f"reading {options.target}"):
         facts = read_facts(options.target, model.revision, model.trust_model_code)
         code = None if model.trust_remote_code else tokenizer_code(options.target, model.revision)
-    with waiting(console, "asking SGLang which targets it serves"):
-        served = eagle3_targets(console)
-    if facts.architecture not in served and not facts.has_layers:
+    is_served = facts.architecture in EAGLE3_TARGETS
+    if not is_served and not facts.has_layers:
         raise UserError(
             f"target {target!r}: SGLang serves no EAGLE3 drafts for {facts.architecture}, and transformers' class has "
             "no list of decoder layers under get_decoder().layers, where hidden states are read; choose another target"
         )
-    text = new_recipe_text(target, facts, options.deepspeed, options.overrides, is_installed(), served)
+    text = new_recipe_text(target, facts, options.deepspeed, options.overrides, is_installed())
     with writing(out, "free space, or name another file with --out"):
         out.write_text(text, encoding="utf-8")
     recipe = load_recipe(out)  # check that the new recipe can be loaded
     tell(f"{out}: {facts.architecture}, {model_size(facts.parameters)}")
-    tell_what_to_check(recipe, facts, facts.architecture in served, code)
+    tell_what_to_check(recipe, facts, is_served, code)
     if not options.quiet:
         tell(f"next: python launchers/prepare.py {out} --preview 2")
 

@@ -1,7 +1,7 @@
 """Write a recipe for a target: keys chosen by the target's config, and the planner's findings as comments."""
 
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -52,14 +52,12 @@ def new_recipe_text(
     deepspeed_file: Path,
     overrides: Sequence[str] = (),
     engine: bool = True,
-    served: Collection[str] = EAGLE3_TARGETS,
 ) -> str:
     """A complete recipe for `target` (hub id or folder), ready for editing, laid out for one node with 8 GPUs of 80 GB.
 
     overrides: `section.key=value`; parallelism.ulysses or ring keeps the layout from being chosen
     engine: use SGLang if it can serve the target. If False, transformers runs the target during training, unless it
         needs several GPUs or its head is quantised.
-    served: architectures that SGLang serves with an EAGLE3 draft
 
     Raises UserError if no draft can be derived, naming the override that would help, or if the overrides do not fit
     together.
@@ -68,7 +66,7 @@ def new_recipe_text(
     positions = {"max_position_embeddings": MOST_POSITIONS // 4} if (facts.context or 0) > MOST_POSITIONS else {}
     # With a quantised head, the draft's head has nothing to start from, and training cannot compute logits.
     lm_head, teacher = ({"lm_head": "random"}, {"teacher": "logits"}) if facts.quantised_head else ({}, {})
-    servable = facts.architecture in served
+    servable = facts.architecture in EAGLE3_TARGETS
     engine = servable and (engine or gpus > 1 or facts.quantised_head)
     store = {"mode": "stored", "path": f"states/{name}", "codec": "lossless"}
     values: dict[str, dict] = {

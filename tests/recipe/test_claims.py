@@ -36,7 +36,7 @@ def shown() -> dict[Claim, set[str]]:
     origins = {recipe: test_recipes.origin_of(recipe) for recipe in every}
     written = cases_of(test_family_masks.test_mask_covers_exactly_what_the_target_generates, "recipe")
     masked = {recipe for recipe, masks in test_family_masks.MASKS.items() if masks.get("same_as", recipe) in written}
-    listed = cases_of(test_sglang_families.test_the_targets_that_take_a_draft_are_those_that_sglang_has, "recipe")
+    taken = cases_of(test_sglang_families.test_the_draft_of_every_recipe_is_taken_whole, "recipe")
     captured = {
         type(random_model(family)).__name__
         for family in cases_of(
@@ -55,8 +55,7 @@ def shown() -> dict[Claim, set[str]]:
         },
         "chat_template": {recipe for recipe in masked & every if origins[recipe]["chat_template"]["source"]},
         "training": cases_of(test_families.test_the_recipe_captures_trains_and_exports, "family"),
-        "serving": {recipe for recipe in listed if architecture(recipe) in EAGLE3_TARGETS}
-        & cases_of(test_sglang_families.test_the_draft_of_every_recipe_is_taken_whole, "recipe")
+        "serving": {recipe for recipe in taken if architecture(recipe) in EAGLE3_TARGETS}
         - {"gemma-3-27b"},  # SGLang feeds it states without the residual stream (docs/sglang.md)
         "capture": {recipe for recipe in every if architecture(recipe) in captured},
         "weights": {"smollm2-135m"} if measured["drafts"]["full"]["served"]["acceptance_length"] > 1.2 else set(),

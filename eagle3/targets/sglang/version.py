@@ -1,47 +1,37 @@
 """Everything that depends on SGLang's version: flags, hook calls, and the format of its answers."""
 
 import json
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from eagle3.console import Warned
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import SharedUserError
 from eagle3.targets.logits import LogitTransform
 from eagle3.targets.sglang.asking import ModelInfo, ServerInfo
-from eagle3.targets.sglang.installed import TESTED, is_installed
 
-# Commonly served architectures whose SGLang class takes an EAGLE3 draft (has set_eagle3_layers_to_capture); for where
-# SGLang is not installed, or cannot import a class (see `eagle3_targets`).
+# Architectures whose class in the tested SGLang takes an EAGLE3 draft (has set_eagle3_layers_to_capture).
 EAGLE3_TARGETS = frozenset(
-    ("ApertusForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM", "DeepseekV2ForCausalLM")
-    + ("DeepseekV32ForCausalLM", "DeepseekV3ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM")
-    + ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration", "Gemma4ForCausalLM")
-    + ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration", "Glm4MoeForCausalLM")
-    + ("Glm4MoeLiteForCausalLM", "Glm5NextForConditionalGeneration", "GlmMoeDsaForCausalLM", "GptOssForCausalLM")
-    + ("InternLM3ForCausalLM", "KimiK25ForConditionalGeneration", "Llama4ForCausalLM")
-    + ("Llama4ForConditionalGeneration", "LlamaForCausalLM", "LongcatFlashForCausalLM", "MiniMaxM2ForCausalLM")
-    + ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration", "Ministral3ForCausalLM")
-    + ("MistralForCausalLM", "MistralLarge3ForCausalLM", "Phi3ForCausalLM", "Qwen2ForCausalLM")
-    + ("Qwen2MoeForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
-    + ("Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration")
-    + ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM")
-    + ("Qwen3_5MoeForConditionalGeneration",)
+    ("ApertusForCausalLM", "BailingMoEForCausalLM", "BailingMoeForCausalLM", "BailingMoeV2ForCausalLM")
+    + ("Cosmos3ForConditionalGeneration", "DeepseekV2ForCausalLM", "DeepseekV32ForCausalLM")
+    + ("DeepseekV3ForCausalLM", "ExaoneMoEForCausalLM", "ExaoneMoeForCausalLM", "Gemma3ForCausalLM")
+    + ("Gemma3ForConditionalGeneration", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
+    + ("Gemma4UnifiedForConditionalGeneration", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+    + ("Glm5NextForConditionalGeneration", "GlmMoeDsaForCausalLM", "GptOssForCausalLM", "IQuestCoderForCausalLM")
+    + ("InternLM3ForCausalLM", "InternS1ProForConditionalGeneration", "InternS2MobiusForConditionalGeneration")
+    + ("InternS2PreviewForConditionalGeneration", "KimiK25ForConditionalGeneration", "Llama4ForCausalLM")
+    + ("Llama4ForConditionalGeneration", "LlamaForCausalLM", "LongcatFlashForCausalLM", "MellumForCausalLM")
+    + ("MiniMaxM2ForCausalLM", "MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
+    + ("Ministral3ForCausalLM", "MistralForCausalLM", "MistralLarge3ForCausalLM", "Phi3ForCausalLM")
+    + ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "Qwen2_5_VLForConditionalGeneration", "Qwen3ForCausalLM")
+    + ("Qwen3MoeForCausalLM", "Qwen3NextForCausalLM", "Qwen3VLForConditionalGeneration")
+    + ("Qwen3VLMoeForConditionalGeneration", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration")
+    + ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration", "Qwen4ExpForConditionalGeneration")
+    + ("SarvamMoEForCausalLM", "TeleFLMForCausalLM")
 )
-# Prints, for each architecture that SGLang can import, whether its class takes an EAGLE3 draft.
-LIST_TARGETS = """
-import json
-from sglang.srt.models.registry import ModelRegistry
-models = ModelRegistry.models.items()
-print(json.dumps({name: hasattr(model, "set_eagle3_layers_to_capture") for name, model in models}))
-"""
-LIST_SECONDS = 300.0
 HOOK = "eagle3-capture"
 # Settings that a server must have; otherwise rows would be lost, or would be on a different rank.
 REQUIRED_SETTINGS: dict[str, Any] = {
@@ -91,27 +81,6 @@ class HookCall(NamedTuple):
     aux: Sequence[Tensor] | Tensor | None  # [N, 3H]; None if the model's class passes it as a keyword
     head: Any  # the lm_head module, sharded over its tensor-parallel group
     requests: list[tuple[str, int, int]]  # id, tokens in this call, tokens before it
-
-
-def eagle3_targets(report: Callable[[str], None]) -> frozenset[str]:
-    """Architectures that SGLang serves with an EAGLE3 draft. The installed SGLang is asked, in a process of its own."""
-    if not is_installed():
-        return EAGLE3_TARGETS
-    try:
-        run = subprocess.run(
-            [sys.executable, "-c", LIST_TARGETS], capture_output=True, text=True, timeout=LIST_SECONDS, check=True
-        )
-        takes_draft = json.loads(run.stdout.splitlines()[-1])
-    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
-        last_words = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-        report(
-            Warned(
-                f"SGLang cannot be asked which targets it serves ({last_words}): taken from the list of version "
-                f"{TESTED}"
-            )
-        )
-        return EAGLE3_TARGETS
-    return EAGLE3_TARGETS - takes_draft.keys() | {name for name, takes in takes_draft.items() if takes}
 
 
 def require_captured(aux_layers: Sequence[int], num_layers: int, model_type: str) -> None:
