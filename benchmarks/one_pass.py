@@ -81,7 +81,7 @@ def engine_environment() -> dict[str, str] | None:
 def measure_drawn(out: Path, arm: str, seed: int) -> None:
     """Measure the draft on the tokens that the target draws at temperature 1 after the held-out prompts."""
     import eagle3.jobs.train as job
-    from eagle3.evaluation.acceptance import Sampling
+    from eagle3.evaluation.acceptance import Sampled
     from eagle3.evaluation.speculative import plain_decoding
     from eagle3.parallel.topology import start_distributed
     from eagle3.recipe.loading import load_recipe
@@ -101,7 +101,7 @@ def measure_drawn(out: Path, arm: str, seed: int) -> None:
         target = load_target(known.target, aux_layers=known.aux_layers, prefill_tokens=8192, device=topology.device)
         for number, sample in enumerate(inputs.held_out):
             prompt = sample.ids[: int(sample.loss_mask.nonzero()[0])]
-            rule = Sampling(1.0, 1000 * seed + number).rule(topology.device)
+            rule = Sampled(1.0, torch.Generator(topology.device).manual_seed(1000 * seed + number))
             drawn = plain_decoding(target, prompt, rule, new_tokens=ANSWER).tokens
             ids = np.array([*prompt.tolist(), *drawn], np.int32)
             answers.append((ids, np.arange(len(ids)) >= len(prompt)))

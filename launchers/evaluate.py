@@ -52,7 +52,6 @@ def main() -> int:
         warn_of_another_window(recipe, draft, console)
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         from eagle3.draft.interchange import read_exported
-        from eagle3.evaluation.acceptance import Sampling
         from eagle3.jobs.evaluate import ByContext, decoding_of, judge, judge_contexts, judgement_record, texts_of
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
@@ -62,7 +61,7 @@ def main() -> int:
     topology = start_distributed()
     inputs = gather_inputs(find_target(recipe, topology.device, console, make=False), console, judging=True)
     seed = recipe.training.seed % MOST_SEED if options.seed is None else options.seed
-    decoding = decoding_of(recipe, Sampling(options.temperature, seed), options.window)
+    decoding = replace(decoding_of(recipe), temperature=options.temperature, seed=seed, window=options.window)
     if options.by_context:
         asked = ByContext(options.contexts, options.per_context, options.windows, options.best, options.gpu)
         result = judge_contexts(inputs, draft, asked, topology, console, files, decoding, tree)

@@ -64,7 +64,6 @@ class Sampled:
     """
 
     def __init__(self, temperature: float, generator: torch.Generator) -> None:
-        assert temperature > 0
         self.temperature, self.generator = temperature, generator
 
     def draw(self, logits: Tensor) -> DrawnTokens:
@@ -98,11 +97,14 @@ AcceptanceRule = Greedy | Sampled  # with the same methods, which `Greedy` descr
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Settings for choosing tokens."""
+class Decoding:
+    """Settings for decoding conversations to judge a draft."""
 
+    draft_tokens: int  # per verification
+    new_tokens: int  # per answer
     temperature: float = 0.0  # 0 is greedy
     seed: int = 0  # for all draws; not used if greedy
+    window: int | None = None  # keys that the draft's queries see; None for the draft's own window
 
     @property
     def greedy(self) -> bool:
@@ -112,16 +114,3 @@ class Sampling:
         if self.greedy:
             return Greedy()
         return Sampled(self.temperature, torch.Generator(device).manual_seed(self.seed))
-
-
-GREEDY = Sampling()
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """Settings for decoding conversations to judge a draft."""
-
-    draft_tokens: int  # per verification
-    new_tokens: int  # per answer
-    sampling: Sampling = GREEDY
-    window: int | None = None  # keys that the draft's queries see; None for the draft's own window

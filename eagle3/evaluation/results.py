@@ -216,8 +216,8 @@ class Conditions:
         return cls(
             engine=engine,
             engine_version=version(engine),
-            temperature=decoding.sampling.temperature,
-            seed=decoding.sampling.seed,
+            temperature=decoding.temperature,
+            seed=decoding.seed,
             draft_tokens=decoding.draft_tokens,
             topk=topk,
             tree_tokens=tree_tokens or decoding.draft_tokens + 1,

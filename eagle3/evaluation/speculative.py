@@ -220,9 +220,9 @@ def decode_conversations(
     prompts: each with room for its answer in the target's context (see `prompts.longest_prompt`)
     report: gets progress lines that begin with `task`
     """
-    draft_tokens, new_tokens, sampling = decoding.draft_tokens, decoding.new_tokens, decoding.sampling
+    draft_tokens, new_tokens = decoding.draft_tokens, decoding.new_tokens
     assert draft_tokens and new_tokens > 1 and prompts and all(map(len, prompts)), "the recipe and prompts.py see to it"
-    rule, plain_rule = (sampling.rule(target.device) for _ in range(2))
+    rule, plain_rule = (decoding.rule(target.device) for _ in range(2))
     progress = Progress(report, task, len(prompts), "conversations")
     decoded: list[DecodedConversation] = []
     for number, prompt in enumerate(prompts, start=1):
@@ -233,7 +233,7 @@ def decode_conversations(
         progress.at(number - 1)  # shows that a long prompt is making progress
         begin = time.perf_counter()
         plain = plain_decoding(target, prompt, plain_rule, new_tokens=new_tokens)
-        verdict = compare(output.tokens, plain) if sampling.greedy else None
+        verdict = compare(output.tokens, plain) if decoding.greedy else None
         decoded.append(
             DecodedConversation(
                 new_tokens=len(output.tokens),

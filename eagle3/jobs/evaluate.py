@@ -13,7 +13,7 @@ from eagle3.console import Console, counted, waiting
 from eagle3.draft.config import DraftConfig, draft_digest
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
-from eagle3.evaluation.acceptance import GREEDY, Decoding, Sampling
+from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.context_results import BestRate, ContextJudgement, DecodedContext
 from eagle3.evaluation.drafter import check_belongs
 from eagle3.evaluation.judge import judge_by_context, judge_export
@@ -46,10 +46,9 @@ BATCHES = (1, 4, 16, 64)  # conversations at a time, for which an estimate is ma
 CPU_KV_TOKENS = 4096  # for a server on a CPU, on top of its needs: SGLang insists on more than one request's tokens
 
 
-def decoding_of(recipe: Recipe, sampling: Sampling = GREEDY, window: int | None = None) -> Decoding:
-    """Decoding settings from the recipe's evaluation section. window: number of keys, overrides the draft's own
-    window."""
-    return Decoding(recipe.evaluation.draft_tokens, recipe.evaluation.new_tokens, sampling, window)
+def decoding_of(recipe: Recipe) -> Decoding:
+    """Greedy decoding by the recipe's evaluation section, with the draft's own window."""
+    return Decoding(recipe.evaluation.draft_tokens, recipe.evaluation.new_tokens)
 
 
 def judge(

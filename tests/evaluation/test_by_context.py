@@ -16,7 +16,7 @@ from tiny_run import finish, launch, make_target, write_recipe
 from eagle3.console import Console
 from eagle3.draft.derivation import derive_draft
 from eagle3.errors import UserError
-from eagle3.evaluation.acceptance import Decoding, Sampling
+from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.context_results import ContextAcceptance, ContextJudgement, DecodedContext
 from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.intervals import ratio_intervals
@@ -336,7 +336,7 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topo
     recipe, heard = load_recipe(run), Console(speaks=False)
     inputs = inputs_of(recipe, topology.device, heard)
     torch.set_num_threads(1)
-    decoding = decoding_of(recipe, Sampling(0.8, seed=3))
+    decoding = replace(decoding_of(recipe), temperature=0.8, seed=3)
 
     def judged(asked: ByContext) -> ContextJudgement:
         return judge_contexts(inputs, recipe.output.dir / "export", asked, topology, heard, decoding=decoding)

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
-from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, DrawnTokens, Sampled, Sampling, Verification
+from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, DrawnTokens, Sampled, Verification
 from eagle3.evaluation.drafter import ChainDrafter, untrained_draft
 from eagle3.evaluation.speculative import chain_drafter, decode_conversations, plain_decoding, speculative
 from eagle3.targets.transformers import TransformersTarget
@@ -208,7 +208,7 @@ def test_nothing_after_a_sampled_eos_counts(pair, monkeypatch):
         pair.target,
         chain_drafter(pair.target, pair.draft, pair.d2t),
         [PROMPT] * 60,
-        Decoding(3, 20, Sampling(1.0, seed=31)),
+        Decoding(3, 20, temperature=1.0, seed=31),
     )
     ended = {"drafted": 0, "own": 0, "not": 0}
     for each in decoded:
@@ -227,7 +227,9 @@ def test_nothing_after_a_sampled_eos_counts(pair, monkeypatch):
 
 
 def test_a_seed_makes_the_sample(pair):
-    first, again, other = (pair.speculate(Sampling(1.0, seed).rule(torch.device("cpu")), 10) for seed in (1, 1, 2))
+    first, again, other = (
+        pair.speculate(Decoding(2, 3, 1.0, seed).rule(torch.device("cpu")), 10) for seed in (1, 1, 2)
+    )
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 

@@ -1,6 +1,8 @@
 """Acceptance in cases where it is known beforehand: a draft that equals the target, one that is always wrong, and one
 that guesses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_draft import as_target, random_prompts, tiny_llama
@@ -9,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
-from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, DrawnTokens, Sampling
+from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, DrawnTokens
 from eagle3.evaluation.drafter import NewDrafter, untrained_draft
 from eagle3.evaluation.results import SpeculativeResult
 from eagle3.evaluation.speculative import TargetSession, chain_drafter, decode_conversations, plain_decoding
@@ -18,7 +20,8 @@ from eagle3.targets.transformers import TransformersTarget
 TOKENS, WIDTH, DRAFT_TOKENS, NEW_TOKENS = 12, 16, 3, 30
 CONSTANT = TOKENS  # the entry of a hidden state that is the same for all tokens
 IMPOSSIBLE = TOKENS - 1
-RULES = [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, seed=2)]
+GREEDY = Decoding(DRAFT_TOKENS, NEW_TOKENS)
+RULES = [GREEDY, replace(GREEDY, temperature=1.0, seed=1), replace(GREEDY, temperature=0.7, seed=2)]
 
 
 def last_token_target() -> TransformersTarget:
@@ -103,8 +106,8 @@ class TargetDrafter:
         return DrawnTokens(tokens, torch.cat([each.probabilities for each in drawn]) if sampled else None)
 
 
-def decode(target: TransformersTarget, drafter: NewDrafter, prompts: list[Tensor], sampling: Sampling):
-    decoded = decode_conversations(target, drafter, prompts, Decoding(DRAFT_TOKENS, NEW_TOKENS, sampling))
+def decode(target: TransformersTarget, drafter: NewDrafter, prompts: list[Tensor], decoding: Decoding):
+    decoded = decode_conversations(target, drafter, prompts, decoding)
     return decoded, SpeculativeResult.over(decoded)
 
 
@@ -112,47 +115,47 @@ def short_prompts() -> list[Tensor]:
     return [prompt % IMPOSSIBLE for prompt in random_prompts(3)]
 
 
-def check_all_accepted(result: SpeculativeResult, sampling: Sampling) -> None:
+def check_all_accepted(result: SpeculativeResult, decoding: Decoding) -> None:
     assert result.acceptance_length == DRAFT_TOKENS + 1
     assert result.position_acceptance == [1.0] * DRAFT_TOKENS
     assert result.verifications == 3 * 8, "ceil(29 / 4), after the prefill's token, of each conversation"
-    assert result.lossless is (True if sampling.greedy else None)
+    assert result.lossless is (True if decoding.greedy else None)
 
 
-@pytest.mark.parametrize("sampling", RULES)
-def test_the_target_as_its_own_draft_has_every_token_accepted(sampling):
+@pytest.mark.parametrize("decoding", RULES)
+def test_the_target_as_its_own_draft_has_every_token_accepted(decoding):
     target = as_target(tiny_llama(), torch.float64)
     prompts = [torch.cat((torch.tensor([7]), prompt)) for prompt in random_prompts(3)]
-    _, result = decode(target, lambda _: TargetDrafter(target, first=7), prompts, sampling)
-    check_all_accepted(result, sampling)
+    _, result = decode(target, lambda _: TargetDrafter(target, first=7), prompts, decoding)
+    check_all_accepted(result, decoding)
 
 
-@pytest.mark.parametrize("sampling", RULES)
-def test_a_real_draft_that_equals_its_target_has_every_token_accepted(topology, sampling):
+@pytest.mark.parametrize("decoding", RULES)
+def test_a_real_draft_that_equals_its_target_has_every_token_accepted(topology, decoding):
     target = last_token_target()
     drafter = chain_drafter(target, equal_draft(target, topology), torch.zeros(TOKENS, dtype=torch.long))
-    decoded, result = decode(target, drafter, short_prompts(), sampling)
-    check_all_accepted(result, sampling)
+    decoded, result = decode(target, drafter, short_prompts(), decoding)
+    check_all_accepted(result, decoding)
     greedy = [plain_decoding(target, prompt, new_tokens=NEW_TOKENS).tokens for prompt in short_prompts()]
-    assert ([each.output.tokens for each in decoded] == greedy) == sampling.greedy, "other rules must be random"
+    assert ([each.output.tokens for each in decoded] == greedy) == decoding.greedy, "other rules must be random"
 
 
-@pytest.mark.parametrize("sampling", RULES)
-def test_a_draft_that_is_always_wrong_accepts_nothing(topology, sampling):
+@pytest.mark.parametrize("decoding", RULES)
+def test_a_draft_that_is_always_wrong_accepts_nothing(topology, decoding):
     """The draft can only say what the target never says."""
     target = last_token_target()
     drafter = chain_drafter(target, draft_for(target, 1, topology), torch.tensor([IMPOSSIBLE]))
-    decoded, result = decode(target, drafter, short_prompts(), sampling)
+    decoded, result = decode(target, drafter, short_prompts(), decoding)
     assert result.acceptance_length == 1.0 and result.position_acceptance == [0.0] * DRAFT_TOKENS
     assert result.verifications == 3 * (NEW_TOKENS - 1)
     assert all(IMPOSSIBLE not in each.output.tokens for each in decoded)
-    assert result.mismatches == 0 and result.compared is sampling.greedy
+    assert result.mismatches == 0 and result.compared is decoding.greedy
 
 
 def test_greedy_drafts_one_beside_the_targets_choice_are_all_rejected():
     target = as_target(tiny_llama(), torch.float64)
     prompts = [torch.cat((torch.tensor([7]), prompt)) for prompt in random_prompts(3)]
-    _, result = decode(target, lambda _: TargetDrafter(target, first=7, shift=1), prompts, Sampling())
+    _, result = decode(target, lambda _: TargetDrafter(target, first=7, shift=1), prompts, GREEDY)
     assert result.acceptance_length == 1.0 and result.lossless
 
 
@@ -164,8 +167,7 @@ def test_a_draft_that_guesses_is_accepted_as_often_as_the_theory_says(topology, 
     draft = draft_for(target, TOKENS, topology)
     draft.lm_head.weight.zero_()
     drafter = chain_drafter(target, draft, torch.zeros(TOKENS, dtype=torch.long))
-    sampling = Sampling(temperature, seed=4)
-    decoded, _ = decode(target, drafter, short_prompts() * 10, sampling)
+    decoded, _ = decode(target, drafter, short_prompts() * 10, replace(GREEDY, temperature=temperature, seed=4))
     head = target.head.head
     logits = (head[:, :TOKENS] + head[:, CONSTANT, None]).T * 8**0.5
     chance = (logits / temperature).softmax(-1).clamp(max=1 / TOKENS).sum(-1)  # [TOKENS], after each
