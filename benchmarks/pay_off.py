@@ -23,7 +23,7 @@ import numpy as np
 from reporting import headline, origin, positive, table
 
 from eagle3.errors import run_command
-from eagle3.planning.costs import Forward, MeasuredCosts, Timing, non_negative
+from eagle3.planning.costs import MeasuredCosts, Timing, non_negative
 from eagle3.reporting.charts import pay_off_plot
 from eagle3.reporting.plot import COLOURS, Plot, Series, image
 
@@ -87,10 +87,16 @@ class PublishedCosts(NamedTuple):
     chain_key: float
 
     def break_even(self, context: int, batch: int) -> float:
-        one, many = (Forward(batch, tokens, context).parts() for tokens in (1, DRAFTS + 1))
+        one, many = parts(batch, 1, context), parts(batch, DRAFTS + 1, context)
         plain = 1 + self.experts * one[1] + self.token * one[2] + self.key * one[3]
         drafted = 1 + self.experts * many[1] + self.token * many[2] + self.chain + self.chain_key * one[3]
         return drafted / plain
+
+
+def parts(batch: int, tokens: int, context: int) -> list[float]:
+    """How often a target's forward over so many tokens of each conversation pays each cost: a constant, one that grows
+    with log2(1 + tokens in all) (experts that some token chooses), one of each token, and one of each key."""
+    return [1.0, float(np.log2(1 + batch * tokens)), batch * tokens, batch * context]
 
 
 def fit_published(cells: list[BreakEven]) -> PublishedCosts:
@@ -100,7 +106,7 @@ def fit_published(cells: list[BreakEven]) -> PublishedCosts:
     for _ in range(8):
         table, values = [], []
         for cell in cells:
-            one, many = (Forward(cell.batch, tokens, cell.context).parts() for tokens in (1, DRAFTS + 1))
+            one, many = parts(cell.batch, 1, cell.context), parts(cell.batch, DRAFTS + 1, cell.context)
             row = np.array(
                 [
                     cell.length * one[1] - many[1],

@@ -13,7 +13,7 @@ from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import Console, is_first_rank, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.hub import draft_folder, require_folder
-from eagle3.planning.gpus import DEFAULT_GPU, GPUS, gpu_named
+from eagle3.planning.gpus import DEFAULT_GPU, GPUS
 from eagle3.preflight.inputs import require_export, require_inputs, require_prompts_file, require_weights
 from eagle3.preflight.result_file import require_result_place, write_result
 from eagle3.recipe.loading import apply_override, checked_recipe, load_recipe
@@ -71,8 +71,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument(
         "--gpu",
+        type=str.lower,
+        choices=GPUS,
         default=DEFAULT_GPU,
-        help=f"GPU to estimate the speed-up for, by its data sheet: {', '.join(GPUS)} (default: %(default)s)",
+        help="GPU to estimate the speed-up for, by its data sheet (default: %(default)s)",
     )
     parser.add_argument("--quiet", action="store_true", help="print only the result")
     return parser.parse()
@@ -114,7 +116,6 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: str, out: Path) ->
         raise UserError("--target: needs a draft beside it; name its folder or hub id with --draft")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("diagnose.py: runs in one process; start it with python")
-    gpu_named(options.gpu)
     if options.prompts:
         require_prompts_file(options.prompts)
     if evaluation.new_tokens < evaluation.draft_tokens + 2:

@@ -18,7 +18,7 @@ from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.draft.config import draft_digest, read_draft_config
 from eagle3.errors import UserError, run_command
 from eagle3.jobs.gate import require_chain
-from eagle3.planning.gpus import DEFAULT_GPU, GPUS, gpu_named
+from eagle3.planning.gpus import DEFAULT_GPU, GPUS
 from eagle3.preflight.inputs import prompt_files, require_export, require_inputs, require_weights
 from eagle3.preflight.result_file import require_result_place, write_result
 from eagle3.recipe.loading import load_recipe
@@ -174,9 +174,10 @@ def add_context_options(parser: RecipeParser) -> None:
     )
     parser.add_argument(
         "--gpu",
+        type=str.lower,
+        choices=GPUS,
         default=DEFAULT_GPU,
-        help=f"--by-context: GPU to estimate the speed-up for, by its data sheet: {', '.join(GPUS)} "
-        "(default: %(default)s)",
+        help="--by-context: GPU to estimate the speed-up for, by its data sheet (default: %(default)s)",
     )
 
 
@@ -232,7 +233,6 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: Path) -> None:
             "recipe: evaluation.conversations is 0, so there is nothing to judge; set it to 16, for example, name "
             "--prompts, or judge --by-context"
         )
-    gpu_named(options.gpu)
     config, origin = require_export(draft), str(draft / "config.json")
     if options.window is not None:
         config, origin = replace(config, window=options.window), f"--window {options.window}"

@@ -31,7 +31,7 @@ from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.sglang_engine import engine_options
 from eagle3.parallel.topology import Topology
 from eagle3.planning.costs import MeasuredCosts
-from eagle3.planning.gpus import DEFAULT_GPU, gpu_named
+from eagle3.planning.gpus import DEFAULT_GPU, GPUS
 from eagle3.planning.payoff import ESTIMATED, PayOff, surface
 from eagle3.planning.sheet import ServedTarget, SheetCosts
 from eagle3.recipe.schema import Recipe
@@ -224,8 +224,8 @@ def estimated_pay_off(
     shares: Mapping[int, Sequence[float]], known: KnownTarget, draft: DraftConfig, gpu: str
 ) -> PayOff:
     """What a draft is worth on the fewest such GPUs that hold the target's weights. shares: as for `surface`. Raises
-    UserError for a GPU that is not known, or a target whose config does not say its size."""
-    sheet, model = gpu_named(gpu), known.recipe.model
+    UserError for a target whose config does not say its size."""
+    sheet, model = GPUS[gpu], known.recipe.model
     facts = read_facts(known.target, model.revision, model.trust_model_code)
     gpus = facts.engine_gpus(sheet.memory * sheet.for_weights)
     costs = SheetCosts(ServedTarget.of(facts), draft, sheet, gpus)

@@ -1,55 +1,23 @@
 """What forwards cost, fitted to measured times.
 
-The seconds of a forward are taken to be a sum of non-negative parts. With N tokens in all (batch times tokens of each
-conversation) after a context of C tokens, these are: a constant (weights that every forward reads, kernels that it
-launches), one that grows with log2(1 + N) (experts that some token chooses), N (products), batch x C (keys that are
-read), and N x C (query-key pairs).
+The seconds of a target's forward over N tokens after a context of C tokens are taken to be a sum of four non-negative
+parts: a constant (weights that are read, kernels that are launched), and what grows with N (products), C (keys that
+are read) and N x C (query-key pairs). A draft's chain is N forwards of one token each, so all of it grows with N.
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-PARTS = ("fixed", "experts", "token", "key", "pair")
 LAST_DIGITS = 1e-12  # of a fit, below which a part does not count as negative
 
 
-class Forward(NamedTuple):
-    """The shape of one forward."""
-
-    batch: int
-    tokens: int  # of each conversation
-    context: float  # tokens before them; under a window, those that are seen
-
-    def parts(self) -> list[float]:
-        """How often each of PARTS is paid."""
-        total = self.batch * self.tokens
-        return [1.0, float(np.log2(1 + total)), total, self.batch * self.context, total * self.context]
-
-
-class ForwardCost(NamedTuple):
-    """Seconds of each part of a forward."""
-
-    fixed: float = 0.0
-    experts: float = 0.0
-    token: float = 0.0
-    key: float = 0.0
-    pair: float = 0.0
-
-    def seconds(self, forward: Forward) -> float:
-        return float(np.dot(self, forward.parts()))
-
-
-def fit_cost(forwards: Sequence[Forward], seconds: Sequence[float], parts: Sequence[str] = PARTS) -> ForwardCost:
-    """The cost that fits measured seconds with the least squares of relative errors. parts: those that may differ from
-    zero."""
-    chosen = [PARTS.index(part) for part in parts]
-    table, values = np.array([forward.parts() for forward in forwards])[:, chosen], np.array(seconds)
-    fitted = non_negative(table / values[:, None], np.ones(len(values)))
-    return ForwardCost(**dict(zip(parts, fitted.tolist(), strict=True)))
+def fit(table: np.ndarray, seconds: Sequence[float]) -> np.ndarray:
+    """The x >= 0 for which table @ x has the least squares of relative errors."""
+    values = np.array(seconds)
+    return non_negative(table / values[:, None], np.ones(len(values)))
 
 
 def non_negative(table: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -98,28 +66,31 @@ class MeasuredCosts:
 
     def __init__(self, timings: Sequence[Timing], window: int | None) -> None:
         self.window = window
-        verified = [Forward(1, each.drafts + 1, each.context) for each in timings]
-        single = [Forward(1, 1, each.context) for each in timings]
-        self.target = fit_cost(
-            [*verified, *single],
-            [*(each.verifying for each in timings), *(each.plain for each in timings)],
-            ("fixed", "token", "key", "pair"),
+        forwards = [_forward(each.drafts + 1, each.context) for each in timings]
+        forwards += [_forward(1, each.context) for each in timings]
+        self.target = fit(
+            np.array(forwards), [*(each.verifying for each in timings), *(each.plain for each in timings)]
         )
-        chains = [self._chain(each.drafts, each.context) for each in timings]
-        self.chain = fit_cost(chains, [each.proposing for each in timings], ("token", "pair"))
+        chains = np.array([self._chain(each.drafts, each.context) for each in timings])
+        self.chain = fit(chains, [each.proposing for each in timings])
         self.extending = sum(each.extending for each in timings) / len(timings)
 
     def verifying(self, batch: int, tokens: int, context: int) -> float:
         assert batch == 1
-        return self.target.seconds(Forward(batch, tokens, context))
+        return float(self.target @ _forward(tokens, context))
 
     def drafting(self, batch: int, drafts: int, context: int) -> float:
         assert batch == 1
-        return self.extending + self.chain.seconds(self._chain(drafts, context))
+        return self.extending + float(self.chain @ self._chain(drafts, context))
 
-    def _chain(self, drafts: int, context: float) -> Forward:
-        """A chain is as many forwards of one token, each of which reads the keys."""
-        return Forward(1, drafts, seen(context, self.window))
+    def _chain(self, drafts: float, context: float) -> list[float]:
+        """How often each part of a chain is paid."""
+        return [drafts, drafts * seen(context, self.window)]
+
+
+def _forward(tokens: float, context: float) -> list[float]:
+    """How often each part of a target's forward is paid."""
+    return [1.0, tokens, context, tokens * context]
 
 
 def seen(context: float, window: int | None) -> float:

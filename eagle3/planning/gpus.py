@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from eagle3.errors import UserError
-
 
 @dataclass(frozen=True)
 class Gpu:
@@ -28,11 +26,3 @@ GPUS = {
     "b200": Gpu(2250e12, 7.7e12, 180e9),
 }
 DEFAULT_GPU = "h100"
-
-
-def gpu_named(name: str) -> Gpu:
-    """The GPU of that name. Raises UserError if it is not known."""
-    name = name.lower()
-    if name not in GPUS:
-        raise UserError(f"--gpu {name}: no data sheet of it is known here; use one of {', '.join(GPUS)}")
-    return GPUS[name]

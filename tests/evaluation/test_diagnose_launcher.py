@@ -79,7 +79,7 @@ def test_a_draft_from_the_hub_is_diagnosed_with_its_target_and_a_file_of_prompts
         (["--out", "none/d.json"], "--out none/d.json: there is no folder none"),
         (["--draft", "./nothing"], "draft './nothing': no such folder; train first"),
         (["--prompts", "a.txt", "--prompts", "b.txt"], "--prompts b.txt: takes one file, and a.txt is given too"),
-        (["--gpu", "l4"], "--gpu l4: no data sheet of it is known here"),
+        (["--gpu", "l4"], "argument --gpu: invalid choice: 'l4' (choose from"),
         (["evaluation.conversations=0", "--draft", "a/b"], "recipe: evaluation.conversations is 0"),
     ],
 )
