@@ -3,21 +3,13 @@
 import sys
 from collections import Counter
 from dataclasses import fields
+from functools import partial
 
 import pytest
 import torch
-from loader_worker import (
-    CASES,
-    LENGTHS,
-    ONE_TOKEN,
-    PROVENANCE,
-    STEPS,
-    encoded_documents,
-    outcome_of,
-    sample_set,
-    store_of,
-)
+from loader_worker import CASES, LENGTHS, ONE_TOKEN, PROVENANCE, STEPS, encoded_documents, sample_set, store_of
 from places import SUPPORT
+from processes import kept
 from tiny_run import finish, launch, make_target
 
 from eagle3.parallel.sequence import Stream, plan_sequence
@@ -54,7 +46,7 @@ def prefill_alone(folder):
 
 @pytest.fixture(scope="module")
 def outcomes(folder, prefill_alone):
-    """outcomes(name): what each rank saved for a case, by rank."""
+    """outcomes(name): what each rank kept of a case, by rank."""
     samples = sample_set(range(len(LENGTHS)))
     for dtype in ("float32", "bfloat16"):
         for codec in ("none", "lossless"):
@@ -63,11 +55,7 @@ def outcomes(folder, prefill_alone):
                 for sample in samples:
                     writer.add(sample.id, sample.ids, sample.loss_mask, prefill_alone(dtype, sample.ids))
     finish(launch(sys.executable, str(SUPPORT / "loader_worker.py"), str(folder)))
-
-    def of_case(name, world):
-        return [torch.load(outcome_of(folder, name, rank), weights_only=False) for rank in range(world)]
-
-    return of_case
+    return partial(kept, folder)
 
 
 def documents_of(stream):
@@ -83,7 +71,7 @@ def expected_rows(loaded, states):
 
 @by_case
 def test_rows_that_other_ranks_prefilled_arrive_bit_for_bit(outcomes, prefill_alone, case):
-    for outcome in outcomes(case.name, case.world):
+    for outcome in outcomes(case.name):
         assert len(outcome["alone"]) == case.accumulation
         for loaded in outcome["alone"]:
             states = [prefill_alone(case.dtype, ids) for ids in documents_of(loaded.stream)]
@@ -95,7 +83,7 @@ def test_rows_that_other_ranks_prefilled_arrive_bit_for_bit(outcomes, prefill_al
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype == "float32"], ids=lambda case: case.name)
 def test_rows_of_batches_agree_to_rounding(outcomes, prefill_alone, case):
     """A batch has different matrix shapes than a single document, so sums are taken in a different order."""
-    for outcome in outcomes(case.name, case.world):
+    for outcome in outcomes(case.name):
         for loaded in outcome["batched"]:
             states = [prefill_alone(case.dtype, ids) for ids in documents_of(loaded.stream)]
             for name, rows in expected_rows(loaded, states).items():
@@ -104,7 +92,7 @@ def test_rows_of_batches_agree_to_rounding(outcomes, prefill_alone, case):
 
 @by_case
 def test_stored_rows_are_the_live_ones_and_those_of_a_compressed_store_read_ahead(outcomes, case):
-    for outcome in outcomes(case.name, case.world):
+    for outcome in outcomes(case.name):
         for live, stored, compressed in zip(*(outcome[name] for name in ("alone", "stored", "lossless")), strict=True):
             # The one token of a stream without samples is prefilled by itself, but stored with its document.
             spare = live.stream.tokens == 1 and case.documents != (ONE_TOKEN,)
@@ -123,7 +111,7 @@ def stream_groups(case, outcomes):
 
 @by_case
 def test_each_document_is_prefilled_by_one_rank_of_its_stream(outcomes, case):
-    for group in stream_groups(case, outcomes(case.name, case.world)):
+    for group in stream_groups(case, outcomes(case.name)):
         prefills = Counter(tuple(ids) for outcome in group for ids in outcome["prefilled"])
         streams = [loaded.stream for loaded in group[0]["alone"]]
         assert prefills == Counter(tuple(ids.tolist()) for stream in streams for ids in documents_of(stream))
@@ -134,7 +122,7 @@ def test_each_document_is_prefilled_by_one_rank_of_its_stream(outcomes, case):
 @by_case
 def test_ranks_that_read_samples_in_different_orders_load_each_of_the_batch_once(outcomes, case):
     documents, loaded = encoded_documents(), []
-    for group in stream_groups(case, outcomes(case.name, case.world)):
+    for group in stream_groups(case, outcomes(case.name)):
         for outcome in group:
             for ours, first in zip(outcome["alone"], group[0]["alone"], strict=True):
                 assert all(torch.equal(getattr(ours.stream, f.name), getattr(first.stream, f.name)) for f in STREAM)
@@ -157,7 +145,7 @@ def test_ranks_that_read_samples_in_different_orders_load_each_of_the_batch_once
 @by_case
 def test_every_rank_plans_its_own_place_in_the_sequence(outcomes, case):
     """Ranks of a tensor group have the same plan. Together, sequence ranks unroll each query of one process once."""
-    ranks = outcomes(case.name, case.world)
+    ranks = outcomes(case.name)
     for rank, outcome in enumerate(ranks):
         for loaded in outcome["alone"]:
             plan = plan_sequence(loaded.stream, STEPS, case.sharding, case.sequence_rank(rank))
@@ -175,8 +163,7 @@ def test_every_rank_plans_its_own_place_in_the_sequence(outcomes, case):
 
 @pytest.mark.parametrize("name", ["nothing supervised", "one token"])
 def test_a_stream_without_supervision_has_a_row_to_run_on_and_no_teacher(outcomes, name):
-    case = next(case for case in CASES if case.name == name)
-    for outcome in outcomes(name, case.world):
+    for outcome in outcomes(name):
         (loaded,) = outcome["alone"]
         assert loaded.plan.rows.tolist() == [0] and loaded.batch.aux.shape[0] == 1
         assert not len(loaded.plan.teacher)
@@ -185,7 +172,7 @@ def test_a_stream_without_supervision_has_a_row_to_run_on_and_no_teacher(outcome
 
 
 def test_agreeing_ranks_hear_nothing(outcomes):
-    for outcome in outcomes("agreement", 4):
+    for outcome in outcomes("agreement"):
         assert outcome["same order"] is None
 
 
@@ -199,5 +186,5 @@ def test_agreeing_ranks_hear_nothing(outcomes):
     ],
 )
 def test_all_ranks_are_told_in_one_line_which_of_them_differ(outcomes, check, names):
-    (line,) = {outcome[check] for outcome in outcomes("agreement", 4)}
+    (line,) = {outcome[check] for outcome in outcomes("agreement")}
     assert line == f"samples: not the same on all ranks, {names} from the others; prepare again"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from processes import fork_ranks
+from processes import fork_ranks, keep
 from torch import Tensor
 
 from eagle3.errors import SharedUserError
@@ -111,10 +111,6 @@ def store_of(folder: Path, dtype: str, codec: str) -> Path:
     return folder / f"store-{dtype}-{codec}"
 
 
-def outcome_of(folder: Path, name: str, rank: int) -> Path:
-    return folder / f"{name.replace(' ', '_')}-{rank}.pt"
-
-
 class CountingTarget(TransformersTarget):
     """Remembers what it prefilled."""
 
@@ -166,10 +162,10 @@ def run(folder: Path, world: int) -> None:
     for sizes, alike in itertools.groupby(cases, _sizes):  # form groups once per layout
         topology = start_distributed(*sizes)
         for case in alike:
-            torch.save(load(case, topology), outcome_of(folder, case.name, dist.get_rank()))
+            keep(load(case, topology), folder, case.name)
     if world == 4:
         topology = start_distributed(tensor=2)
-        torch.save(agree(topology), outcome_of(folder, "agreement", dist.get_rank()))
+        keep(agree(topology), folder, "agreement")
     stop_distributed()
 
 

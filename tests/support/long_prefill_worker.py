@@ -4,14 +4,12 @@ each is from one process.
 python tests/support/long_prefill_worker.py FOLDER
 """
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from processes import fork_ranks
+from processes import fork_ranks, keep
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -199,12 +197,8 @@ def run(folder: Path) -> None:
             results[family] = {length: differences(prefill, document_of(length)) for length in lengths}
         prefill = long_prefill(target_of_logits(), topology)
         results["logits"] = {length: differences(prefill, document_of(length)) for length in lengths}
-        result_file(folder, ulysses, ring, dist.get_rank()).write_text(json.dumps(results))
+        keep(results, folder, str((ulysses, ring)))
     stop_distributed()
-
-
-def result_file(folder: Path, ulysses: int, ring: int, rank: int) -> Path:
-    return folder / f"ulysses{ulysses}-ring{ring}-rank{rank}.json"
 
 
 if __name__ == "__main__":

@@ -45,6 +45,17 @@ def _be(rank: int, world: int, port: int, work: Callable[[], None]) -> None:
     work()
 
 
+def compute(folder: Path, name: str, world: int, sizes: tuple[int, ...], work: Callable[..., object]) -> None:
+    """Keeps what `work`, given the groups of these sizes (tensor, Ulysses, ring), returns on each of `world` ranks."""
+    from eagle3.parallel.topology import start_distributed, stop_distributed  # which takes seconds
+
+    def compute_and_keep() -> None:
+        keep(work(start_distributed(*sizes)), folder, name)
+        stop_distributed()
+
+    fork_ranks(world, compute_and_keep)
+
+
 def keep(result: object, folder: Path, name: str) -> None:
     """Saves what this rank has computed, under the name of its job, for `kept` to read."""
     torch.save(result, folder / f"{name}-{os.environ['RANK']}.pt")
@@ -54,11 +65,6 @@ def kept(folder: Path, name: str) -> list:
     """What the ranks of the job of that name have computed, by rank."""
     count = len([*folder.glob(f"{name}-*.pt")])
     return [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in range(count)]
-
-
-def rank_file(world: int, rank: int) -> str:
-    """Name of the file to which a rank of a job of `world` writes its findings."""
-    return f"{rank} of {world}.safetensors"
 
 
 def free_port() -> int:

@@ -13,13 +13,13 @@ import torch
 from counted_bytes import count_bytes
 from distributed_attention import differences
 from places import GOLDEN, ZERO2
-from processes import fork_ranks, keep
+from processes import compute
 from sharded_cases import MOST_PROCESSES, STEPS, Sharded, base_cases, covering_cases
 from training_path import train_case
 from zero2_course import COURSES, reference, run_course
 
 from eagle3.jobs.verify import read_case, run_case
-from eagle3.parallel.topology import start_distributed, stop_distributed
+from eagle3.parallel.topology import Topology
 
 GOLDEN_CASES = ("dense", "ragged", "windowed", "served")
 
@@ -30,15 +30,13 @@ def main(folder: Path) -> None:
     for sizes in sorted({case.sizes for case in cases + courses}):
         # new processes for each layout, because forming groups anew would leave the old groups' threads behind
         mine, own_courses = ([each for each in every if each.sizes == sizes] for every in (cases, courses))
-        fork_ranks(math.prod(sizes), partial(run, sizes, mine, own_courses, folder))
+        compute(folder, str(sizes), math.prod(sizes), sizes[:3], partial(run, sizes, mine, own_courses))
 
 
-def run(sizes: tuple[int, ...], cases: list[Sharded], courses: list[Sharded], folder: Path) -> None:
+def run(sizes: tuple[int, ...], cases: list[Sharded], courses: list[Sharded], topology: Topology) -> dict:
     """What each rank computes: cases and courses, golden cases and the bytes sent by name, and differences from
     DeepSpeed's attention."""
-    tensor, ulysses, ring, _ = sizes
-    topology = start_distributed(tensor, ulysses, ring)
-    results = {}
+    results, ulysses = {}, sizes[1]
     for case in cases:
         data = case.case()
         for dtype in dtypes(case):
@@ -55,9 +53,7 @@ def run(sizes: tuple[int, ...], cases: list[Sharded], courses: list[Sharded], fo
             results[case.name, name] = run_case(
                 golden, topology, 7, torch.float32, ZERO2, case.sharding, case.ring_mode, case.memory
             )
-    results |= {(course.name, "course"): run_course(course, topology) for course in courses}
-    keep(results, folder, str(sizes))
-    stop_distributed()
+    return results | {(course.name, "course"): run_course(course, topology) for course in courses}
 
 
 def dtypes(case: Sharded) -> tuple[torch.dtype, ...]:

@@ -7,17 +7,16 @@ python tests/support/sharding_worker.py FOLDER
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from processes import fork_ranks, rank_file
-from safetensors.torch import save_file
+from processes import compute
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor.debug import CommDebugMode
 
-from eagle3.parallel.topology import start_distributed, stop_distributed
+from eagle3.parallel.topology import Topology
 from eagle3.states.rows import deal_streams
 from eagle3.targets.logits import DraftColumns, ShardSummary
 
@@ -102,31 +101,30 @@ def shard_of(rows: Rows, group: ProcessGroup) -> tuple[Tensor, int, int]:
     return torch.cat((mine, padding), 1), first, mine.shape[1]
 
 
-def summarize(rows: Rows, group: ProcessGroup) -> dict[str, Tensor]:
+def summarize(rows: Rows, group: ProcessGroup) -> dict[str, Any]:
     logits, first, valid = shard_of(rows, group)
     blocks = [ShardSummary.of(block, first, valid) for block in logits.split(512)]
     with CommDebugMode() as collectives:
         summary = ShardSummary(*map(torch.cat, zip(*blocks, strict=True))).merged(group)
-    return {**summary._asdict(), "collectives": torch.tensor(collectives.get_total_counts())}
+    return {**summary._asdict(), "collectives": collectives.get_total_counts()}
 
 
-def exchange(case: Dealt, group: ProcessGroup) -> dict[str, Tensor]:
+def exchange(case: Dealt, group: ProcessGroup) -> Tensor:
     logits, first, valid = shard_of(case.rows, group)
     columns = DraftColumns.of(torch.tensor(case.drafted), first, valid, group)
     rows = document_rows(case.lengths, group.size())
     drafted = logits[torch.cat(rows)][:, columns.local]
-    return {"columns": columns.exchange(drafted, [len(each) for each in rows])}
+    return columns.exchange(drafted, [len(each) for each in rows])
 
 
-def work(world: int, folder: Path) -> None:
-    group = start_distributed(tensor=world).tensor
-    results = {f"summary {rows.name}": summarize(rows, group) for rows in SUMMARIES}
-    results |= {f"columns {case.name}": exchange(case, group) for case in EXCHANGES}
-    flat = {f"{case} {name}": tensor for case, tensors in results.items() for name, tensor in tensors.items()}
-    save_file({name: tensor.contiguous() for name, tensor in flat.items()}, folder / rank_file(world, group.rank()))
-    stop_distributed()
+def work(topology: Topology) -> dict[str, Any]:
+    """Summaries by the names of their rows, and columns by those of their cases."""
+    group = topology.tensor
+    return {rows.name: summarize(rows, group) for rows in SUMMARIES} | {
+        case.name: exchange(case, group) for case in EXCHANGES
+    }
 
 
 if __name__ == "__main__":
     for world in WORLDS:
-        fork_ranks(world, partial(work, world, Path(sys.argv[1])))
+        compute(Path(sys.argv[1]), f"tensor {world}", world, (world,), work)

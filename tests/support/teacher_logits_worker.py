@@ -4,24 +4,20 @@ tests/targets/test_teacher_logits.py.
 python tests/support/teacher_logits_worker.py FOLDER
 """
 
-import json
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from definition import Case, random_case
-from processes import fork_ranks
-from safetensors.torch import save_file
+from processes import compute
 from training_path import TeacherKind, Trained, train_case
 
 from eagle3.objective.losses import LossConfig
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import SequenceSharding
-from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
+from eagle3.parallel.topology import Topology
 
 STEPS = 4
 KINDS: tuple[TeacherKind, ...] = ("hidden", "logits")
@@ -65,28 +61,18 @@ def on_two_ranks(run: Run) -> bool:
     return run.transform in ("plain", "both")
 
 
-def execute(run: Run, topology: Topology, sharding: SequenceSharding) -> Trained:
+def execute(run: Run, topology: Topology) -> Trained:
     """Trains with blocks of a few rows."""
+    sharding = SequenceSharding(topology.ulysses.size(), query_block=4)
     how = {"sharding": sharding, "memory": MemoryPlan("full", block_bytes=40_000), "residence": run.residence}
     return train_case(run.case, topology, run.dtype, STEPS, LossConfig(run.loss), **how, teacher_kind=run.kind)
 
 
-def work(layout: str, folder: Path) -> None:
-    tensor, ulysses = LAYOUTS[layout]
-    topology = start_distributed(tensor, ulysses)
-    for run in filter(on_two_ranks, runs()):
-        trained = execute(run, topology, SequenceSharding(ulysses, query_block=4))
-        if dist.get_rank() == 0:
-            tensors = {name: gradient.contiguous() for name, gradient in trained.gradients.items()}
-            metadata = {"numbers": json.dumps(trained.metrics.as_dict())}
-            save_file(tensors, folder / run_file(layout, run), metadata=metadata)
-    stop_distributed()
-
-
-def run_file(layout: str, run: Run) -> str:
-    return f"{layout} {run.name}.safetensors"
+def work(topology: Topology) -> dict[str, Trained]:
+    """By the runs' names."""
+    return {run.name: execute(run, topology) for run in filter(on_two_ranks, runs())}
 
 
 if __name__ == "__main__":
-    for layout in LAYOUTS:
-        fork_ranks(2, partial(work, layout, Path(sys.argv[1])))
+    for layout, sizes in LAYOUTS.items():
+        compute(Path(sys.argv[1]), layout, 2, sizes, work)

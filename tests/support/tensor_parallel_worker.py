@@ -6,14 +6,13 @@ python tests/support/tensor_parallel_worker.py FOLDER
 import os
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from definition import random_case
 from distill_cases import HIDDEN, STEPS, WEIGHTS, Rows, random_rows
-from processes import fork_ranks, keep
+from processes import compute
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor.debug import CommDebugMode
@@ -23,7 +22,7 @@ from eagle3.draft.model import DraftPass, Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.distill import BLOCK_BYTES, LossBlocks, StepWeights, Teacher, distill, loss_row_bytes
 from eagle3.objective.fused import FUSED
-from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
+from eagle3.parallel.topology import Topology
 
 WORLDS = (2, 4)
 DTYPES = (torch.float64, torch.float32)
@@ -181,17 +180,15 @@ def refusal(topology: Topology) -> str:
     return "nothing"
 
 
-def work(world: int, folder: Path) -> None:
-    topology = start_distributed(tensor=world)
+def work(topology: Topology) -> dict:
     results = {"refusal": refusal(topology)}
     for dtype in DTYPES:
         for name in case_names(dtype):
             results[name, dtype] = compare(make_case(name, dtype), topology.tensor)._asdict()
         results |= {(name, dtype): run_draft(name, dtype, topology) for name in DRAFTS}
-    keep(results, folder, f"tensor {world}")
-    stop_distributed()
+    return results
 
 
 if __name__ == "__main__":
     for world in WORLDS:
-        fork_ranks(world, partial(work, world, Path(sys.argv[1])))
+        compute(Path(sys.argv[1]), f"tensor {world}", world, (world,), work)

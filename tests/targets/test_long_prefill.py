@@ -1,7 +1,6 @@
 """A prompt prefilled in chunks over ranks gives what the target gives in one piece, or is refused."""
 
 import gc
-import json
 import sys
 
 import pytest
@@ -12,16 +11,15 @@ from long_prefill_worker import (
     FAMILIES,
     LAYOUTS,
     LENGTHS,
-    WORLD,
     differences,
     document_of,
     families,
     long_prefill,
-    result_file,
     target_of,
     target_of_logits,
 )
 from places import SUPPORT
+from processes import kept
 from tiny_run import finish, launch
 from torch import nn
 from transformers import (
@@ -43,10 +41,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory):
-    """The folder with what every layout computed, all of them in one launch."""
+    """What each rank computed in every layout, all of them in one launch."""
     folder = tmp_path_factory.mktemp("long_prefill")
     finish(launch(sys.executable, str(SUPPORT / "long_prefill_worker.py"), str(folder)))
-    return folder
+    return {layout: kept(folder, str(layout)) for layout in LAYOUTS}
 
 
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"ulysses{layout[0]}-ring{layout[1]}")
@@ -55,19 +53,16 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 @every_layout
 def test_every_layout_gives_the_hidden_states_of_one_process(computed, layout):
-    ranks = layout[0] * layout[1]
-    for rank in range(0, WORLD, ranks):
-        results = json.loads(result_file(computed, *layout, rank).read_text())
+    for results in computed[layout][:: layout[0] * layout[1]]:
         for family in (*families(*layout), "logits"):
-            assert set(results[family]) == {str(length) for length in LENGTHS}
+            assert set(results[family]) == set(LENGTHS)
             for length, errors in results[family].items():
                 assert_same(errors, f"{family}, {length} tokens")
 
 
 @every_layout
 def test_what_one_rank_finds_wrong_is_said_by_all_and_leaves_none_waiting(computed, layout):
-    for rank in range(WORLD):
-        messages = json.loads(result_file(computed, *layout, rank).read_text())["refusals"]
+    for messages in (rank["refusals"] for rank in computed[layout]):
         assert "document 0 has token id 96, outside the vocabulary of 96" in messages["token id on one rank"]
         assert "its logits are not finite" in messages["overflow on one rank"]
         assert "well again" not in messages
@@ -77,8 +72,7 @@ def test_what_one_rank_finds_wrong_is_said_by_all_and_leaves_none_waiting(comput
 
 
 def test_heads_that_the_ulysses_ranks_cannot_share_are_refused_with_the_degrees_that_can(computed):
-    messages = json.loads(result_file(computed, 4, 1, rank=3).read_text())["refusals"]
-    assert messages["heads"].startswith(
+    assert computed[4, 1][3]["refusals"]["heads"].startswith(
         "hidden_states.ulysses: 4 does not divide the target's 6 attention heads; use one of 1, 2, 3, 6,"
     )
 

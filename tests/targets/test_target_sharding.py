@@ -2,39 +2,21 @@
 process."""
 
 import sys
-from typing import NamedTuple
 
 import pytest
 import torch
 from places import SUPPORT
-from processes import rank_file
-from safetensors.torch import load_file
-from sharding_worker import (
-    EXCHANGES,
-    SUMMARIES,
-    WORLDS,
-    Dealt,
-    Rows,
-    document_rows,
-)
+from processes import kept
+from sharding_worker import EXCHANGES, SUMMARIES, WORLDS, Dealt, Rows, document_rows
 from tiny_run import finish, launch
-from torch import Tensor
-
-
-class Ranks(NamedTuple):
-    """What each rank of each world wrote."""
-
-    tensors: dict[int, list[dict[str, Tensor]]]
-
-    def of(self, world: int, name: str) -> list[Tensor]:
-        return [rank[name] for rank in self.tensors[world]]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory) -> Ranks:
+def ranks(tmp_path_factory):
+    """What each rank of each world computed."""
     folder = tmp_path_factory.mktemp("sharding")
     finish(launch(sys.executable, str(SUPPORT / "sharding_worker.py"), str(folder)))
-    return Ranks({world: [load_file(folder / rank_file(world, rank)) for rank in range(world)] for world in WORLDS})
+    return {world: kept(folder, f"tensor {world}") for world in WORLDS}
 
 
 every_world = pytest.mark.parametrize("world", WORLDS, ids="{} ranks".format)
@@ -44,24 +26,20 @@ every_exchange = pytest.mark.parametrize("case", EXCHANGES, ids=lambda case: cas
 
 @every_world
 @every_summary
-def test_every_rank_knows_the_argmax_and_logsumexp_of_the_whole_vocabulary(ranks: Ranks, world: int, rows: Rows):
+def test_every_rank_knows_argmax_and_logsumexp_of_the_whole_vocabulary_after_three_collectives(
+    ranks, world: int, rows: Rows
+):
     logits = rows.logits()
     exact = torch.promote_types(rows.dtype, torch.float32)
     expected = logits.to(exact).logsumexp(-1)
     # sums of positive numbers in a different order: a few roundings of each
     tolerance = {"rtol": 8 * torch.finfo(exact).eps, "atol": 8 * torch.finfo(exact).eps}
-    for argmax in ranks.of(world, f"summary {rows.name} argmax"):
+    for summary in (rank[rows.name] for rank in ranks[world]):
         # the lowest id of the largest logit, found without argmax
         lowest = torch.where(logits == logits.amax(-1, keepdim=True), torch.arange(rows.vocabulary), rows.vocabulary)
-        assert torch.equal(argmax, lowest.amin(-1))
-    for logsumexp in ranks.of(world, f"summary {rows.name} logsumexp"):
-        torch.testing.assert_close(logsumexp, expected, **tolerance)
-
-
-@every_world
-@every_summary
-def test_a_summary_takes_three_collectives_however_many_rows(ranks: Ranks, world: int, rows: Rows):
-    assert {int(count) for count in ranks.of(world, f"summary {rows.name} collectives")} == {3}
+        assert torch.equal(summary["argmax"], lowest.amin(-1))
+        torch.testing.assert_close(summary["logsumexp"], expected, **tolerance)
+        assert summary["collectives"] == 3, "however many rows"
 
 
 def test_ties_lie_on_both_sides_of_shard_borders():
@@ -75,10 +53,10 @@ def test_ties_lie_on_both_sides_of_shard_borders():
 
 @every_world
 @every_exchange
-def test_each_rank_gets_its_rows_of_all_draft_columns_bit_for_bit(ranks: Ranks, world: int, case: Dealt):
+def test_each_rank_gets_its_rows_of_all_draft_columns_bit_for_bit(ranks, world: int, case: Dealt):
     expected = case.rows.logits()[:, list(case.drafted)]
-    results = ranks.of(world, f"columns {case.name} columns")
-    for columns, rows in zip(results, document_rows(case.lengths, world), strict=True):
+    for rank, rows in zip(ranks[world], document_rows(case.lengths, world), strict=True):
+        columns = rank[case.name]
         assert columns.dtype == case.rows.dtype and torch.equal(columns, expected[rows])
 
 

@@ -1,21 +1,20 @@
 """A teacher given as logits, compared with the same teacher given as hidden states, and both with the definition."""
 
-import json
 import shutil
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from definition import Loss, define
 from jobs import job_of
 from places import SUPPORT, ZERO2
-from safetensors import safe_open
-from safetensors.torch import load_file
-from teacher_logits_worker import LAYOUTS, STEPS, Run, execute, on_two_ranks, run_file, runs
+from processes import kept
+from teacher_logits_worker import LAYOUTS, STEPS, Run, execute, on_two_ranks, runs
 from tiny_run import finish, launch, metrics, write_recipe
-from torch import Tensor
+from training_path import Trained
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eagle3.errors import UserError
@@ -25,7 +24,6 @@ from eagle3.jobs.job import start_target
 from eagle3.jobs.provenance import provenance, store_provenance
 from eagle3.jobs.train import train
 from eagle3.objective.distill import Teacher
-from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe
@@ -41,25 +39,13 @@ SHORT = {"ttt_steps": 3, "global_batch_size": 4, "max_steps": 4, "learning_rate"
 LOGITS = "target.teacher=logits"
 
 
-class Computed(NamedTuple):
-    numbers: dict[str, Any]
-    gradients: dict[str, Tensor]
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def trained(tmp_path_factory, topology) -> Callable[[str, Run], Trained]:
+    """trained(layout, run): what a run computed."""
     folder = tmp_path_factory.mktemp("teacher")
     finish(launch(sys.executable, str(SUPPORT / "teacher_logits_worker.py"), str(folder)))
-    return folder
-
-
-def computed(layout: str, run: Run, folder: Path, topology: Topology) -> Computed:
-    if layout == "alone":
-        trained = execute(run, topology, SequenceSharding(query_block=4))
-        return Computed(trained.metrics.as_dict(), trained.gradients)
-    path = folder / run_file(layout, run)
-    with safe_open(path, "pt") as file:
-        return Computed(json.loads(file.metadata()["numbers"]), load_file(path))
+    first = {layout: kept(folder, layout)[0] for layout in LAYOUTS}
+    return lambda layout, run: execute(run, topology) if layout == "alone" else first[layout][run.name]
 
 
 def rounding_of_logits(run: Run) -> float:
@@ -83,28 +69,28 @@ def runs_of(*dtypes_and_kinds: tuple[torch.dtype, str]):
 
 
 @runs_of((torch.float64, "hidden"), (torch.float64, "logits"))
-def test_either_teacher_gives_the_loss_and_gradients_of_the_definition(layout, run: Run, folder, topology):
-    defined = define(run.case, STEPS, Loss(run.loss))
-    actual = computed(layout, run, folder, topology)
-    assert actual.numbers["loss"] == pytest.approx(float(defined.loss), rel=1e-10)
-    assert actual.numbers["acceptance_rate"] == pytest.approx(defined.acceptance.tolist(), rel=1e-10)
-    assert actual.numbers["accuracy"] == pytest.approx(defined.accuracy.tolist(), rel=1e-10)
+def test_either_teacher_gives_the_loss_and_gradients_of_the_definition(layout, run: Run, trained):
+    defined, actual = define(run.case, STEPS, Loss(run.loss)), trained(layout, run)
+    numbers = actual.metrics.as_dict()
+    assert numbers["loss"] == pytest.approx(float(defined.loss), rel=1e-10)
+    assert numbers["acceptance_rate"] == pytest.approx(defined.acceptance.tolist(), rel=1e-10)
+    assert numbers["accuracy"] == pytest.approx(defined.accuracy.tolist(), rel=1e-10)
     assert actual.gradients.keys() == defined.gradients.keys()
     for name, expected in defined.gradients.items():
         assert (actual.gradients[name] - expected).abs().max() <= 1e-10 * expected.abs().max(), name
 
 
 @runs_of((torch.float32, "logits"))
-def test_in_fp32_both_teachers_differ_by_the_rounding_of_logits(layout, run: Run, folder, topology):
+def test_in_fp32_both_teachers_differ_by_the_rounding_of_logits(layout, run: Run, trained):
     """If logits move by x, a probability changes by 2x of itself, and so do the terms of losses and gradients."""
-    hidden = computed(layout, Run(run.transform, run.loss, run.dtype, "hidden"), folder, topology)
-    logits = computed(layout, run, folder, topology)
+    hidden, logits = (trained(layout, replace(run, kind=kind)) for kind in ("hidden", "logits"))
+    numbers, expected_numbers = logits.metrics.as_dict(), hidden.metrics.as_dict()
     tolerance = 2 * rounding_of_logits(run)
     assert tolerance < 1e-4
-    assert logits.numbers["counted"] == hidden.numbers["counted"] > 0
-    assert logits.numbers["accuracy"] == hidden.numbers["accuracy"]
+    assert numbers["counted"] == expected_numbers["counted"] > 0
+    assert numbers["accuracy"] == expected_numbers["accuracy"]
     for name in ("loss", "step_losses", "acceptance_rate"):
-        assert logits.numbers[name] == pytest.approx(hidden.numbers[name], rel=tolerance), name
+        assert numbers[name] == pytest.approx(expected_numbers[name], rel=tolerance), name
     norms = []
     for gradients in (hidden.gradients, logits.gradients):
         norms.append(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm())
@@ -113,9 +99,9 @@ def test_in_fp32_both_teachers_differ_by_the_rounding_of_logits(layout, run: Run
         assert (logits.gradients[name] - expected).abs().max() <= tolerance * expected.abs().max(), name
 
 
-def test_a_transform_that_is_forgotten_is_seen(folder, topology):
+def test_a_transform_that_is_forgotten_is_seen(trained):
     """Otherwise the tests of transforms would show nothing."""
-    losses = {run.transform: computed("alone", run, folder, topology).numbers["loss"] for run in runs()[::4]}
+    losses = {run.transform: float(trained("alone", run).metrics.loss) for run in runs()[::4]}
     values = sorted(losses.values())
     assert len(losses) == 4 and min(b - a for a, b in zip(values, values[1:], strict=False)) > 1e-3
 
