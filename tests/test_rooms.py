@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from places import ROOT, ZERO2
-from tiny_run import finish, launch, make_target, write_recipe
+from tiny_run import capture, make_target, run_script, write_recipe
 
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import load_recipe
@@ -35,14 +35,14 @@ def test_no_folder_imports_one_that_imports_it_back():
 def test_recipes_are_written_and_planned_without_megatron():
     """Its import takes longer than all of the planning."""
     script = "import sys, eagle3.jobs.new_recipe as module; print(module.__name__, 'megatron' in sys.modules)"
-    output = finish(launch(sys.executable, "-c", script))
+    output = run_script("-c", script)
     assert "eagle3.jobs.new_recipe False" in output
 
 
 def test_a_stored_step_goes_through_few_files_and_the_recipe_is_resolved_once(tmp_path, topology, monkeypatch):
     recipe = str(write_recipe(tmp_path, make_target(tmp_path / "target")))
     store = f"hidden_states.path={tmp_path / 'store'}"
-    finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, store))
+    capture(recipe, store)
     calls: Counter[tuple[str, str]] = Counter()
     entered: set[str] = set()
     stepping, stepped = threading.Event(), threading.Event()

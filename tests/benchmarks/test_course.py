@@ -1,16 +1,14 @@
 """benchmarks/course.py makes the table of layouts in docs/exactness.md; here for a tiny run."""
 
-import sys
-
 import pytest
-from tiny_run import finish, launch, make_target, write_recipe
+from tiny_run import make_target, run_script, write_recipe
 
 
 @pytest.mark.slow
 def test_the_script_trains_every_layout_and_prints_how_far_their_losses_are_apart(tmp_path):
     recipe = write_recipe(tmp_path, make_target(tmp_path / "target"), evaluation={"conversations": 1, "new_tokens": 8})
     command = ["benchmarks/course.py", "--recipe", recipe, "--out", tmp_path / "course", "--layouts", "u2", "r2-p2p"]
-    output = finish(launch(sys.executable, *map(str, command), "--steps", "4", "--compared", "3"))
+    output = run_script(*command, "--steps", "4", "--compared", "3")
     head, _, *rows = [
         [cell.strip() for cell in line.split("|")[1:-1]] for line in output.splitlines() if line.startswith("|")
     ]

@@ -3,7 +3,6 @@ launcher from end to end."""
 
 import json
 import re
-import sys
 from dataclasses import astuple, replace
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 import torch
 from jobs import inputs_of
 from tiny_draft import export_as_it_is
-from tiny_run import finish, launch, make_target, write_recipe
+from tiny_run import make_target, run_script, write_recipe
 
 from eagle3.console import Console
 from eagle3.draft.derivation import derive_draft
@@ -213,7 +212,7 @@ def test_by_context_writes_and_prints_every_bucket(run):
         "--gpu",
         "h200",
     ]
-    output = finish(launch(sys.executable, *command, "--per-context", "3"))
+    output = run_script(*command, "--per-context", "3")
     folder = run.parent / "run"
     result = json.loads((folder / "by_context.json").read_text())
     assert (result["engine"], result["temperature"], result["seed"]) == ("transformers", 0, 0)
@@ -297,9 +296,7 @@ def test_contexts_are_judged_on_the_prompts_of_all_sets(run, topology, tmp_path)
 def test_a_judge_of_two_sets_prints_and_writes_a_row_for_each(run, tmp_path):
     files = write_sets(tmp_path)
     command = ["launchers/evaluate.py", str(run), "--quiet", "--out", str(tmp_path / "out.json")]
-    output = finish(
-        launch(sys.executable, *command, "--prompts", f"hard={files['riddles']}", "--prompts", files["sums"])
-    )
+    output = run_script(*command, "--prompts", f"hard={files['riddles']}", "--prompts", files["sums"])
     result = json.loads((tmp_path / "out.json").read_text())
     assert [each["name"] for each in result["sets"]] == ["hard", "sums"] and result["conversations"] == 4
     pairs = result["sets"][0]["of_each"]
@@ -316,7 +313,7 @@ def test_a_judge_of_two_sets_prints_and_writes_a_row_for_each(run, tmp_path):
 def test_a_quiet_judge_says_the_result_alone_and_leaves_examples(run):
     """The judge samples, so there is nothing to compare with."""
     command = ["launchers/evaluate.py", "--recipe", str(run), "--temperature", "1", "--quiet"]
-    output = finish(launch(sys.executable, *command))
+    output = run_script(*command)
     folder = run.parent / "run"
     assert output.startswith("acceptance length ") and output.endswith(f"written to {folder / 'evaluation.json'}\n")
     assert "sampled at temperature 1, seed 0: not compared with plain sampling" in output

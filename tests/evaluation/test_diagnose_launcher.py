@@ -2,14 +2,12 @@
 cannot diagnose."""
 
 import json
-import sys
 
 import pytest
 import torch
-from places import LAUNCHERS
 from safetensors.torch import load_file, save_file
 from tiny_draft import export_trained
-from tiny_run import conversations, finish, launch, make_target
+from tiny_run import conversations, make_target, run_script
 from transformers import AutoTokenizer
 
 from eagle3.draft.config import draft_digest
@@ -50,7 +48,7 @@ def test_a_draft_from_the_hub_is_diagnosed_with_its_target_and_a_file_of_prompts
     words = ["--draft", ID, "--target", str(case / "target"), "--prompts", str(case / "prompts.jsonl")]
     keys = ["model.target_dtype=float32", "evaluation.new_tokens=24", "evaluation.draft_tokens=3"]
     out = case / "diagnosis.json"
-    output = finish(launch(sys.executable, str(LAUNCHERS / "diagnose.py"), *words, *keys, "--out", str(out)), code=1)
+    output = run_script("launchers/diagnose.py", *words, *keys, "--out", str(out), code=1)
     assert "fault 1: with the target's embedding, " in output and f"leave {EMBEDDING} out of its weights" in output
     assert "tokens a verification, " in output and "as the mean over conversations" in output
     for grouping in ("context", "token", "entropy of the target"):

@@ -15,7 +15,7 @@ import torch
 from jobs import job_of
 from limits import wait_until
 from store_cases import HIDDEN, PROVENANCE, indexes, sample
-from tiny_run import deepspeed, finish, launch, make_target, write_recipe
+from tiny_run import deepspeed, finish, launch, make_target, run_script, write_recipe
 
 from eagle3.console import Console
 from eagle3.durable import create_text
@@ -125,7 +125,7 @@ def test_a_verify_finds_values_that_no_target_computes_and_a_repair_removes_thos
 def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever_was_killed(tmp_path, recipe):
     """Batches have 400 tokens and several samples each: the last bits reveal in which batch a sample was prefilled. The
     capture that is stopped by signals has not filled a shard yet."""
-    output = finish(launch(sys.executable, "tests/support/capture_worker.py", "same", str(recipe), str(tmp_path)))
+    output = run_script("tests/support/capture_worker.py", "same", recipe, tmp_path)
     result = json.loads(output.splitlines()[-1])
     assert all(0 < stored < 40 for stored in result["stored before"].values())
     undisturbed = result["stores"].pop("undisturbed")
@@ -139,7 +139,7 @@ def test_what_is_stored_is_the_same_bit_for_bit_whoever_captures_it_and_whatever
 def test_a_rank_that_is_killed_is_named_and_ends_the_others_and_one_that_is_slow_does_not(tmp_path, recipe):
     """As under srun, where nothing else would end the ranks: in a capture they wait for one another for days. The slow
     rank is late by more than hang_minutes."""
-    output = finish(launch(sys.executable, "tests/support/capture_worker.py", "killed", str(recipe), str(tmp_path)))
+    output = run_script("tests/support/capture_worker.py", "killed", recipe, tmp_path)
     codes = dict(re.findall(r"^(.+): ended with (\[.*\])$", output, re.MULTILINE))
     assert codes.pop("unequal") == "[0, 0]", output
     assert sorted(codes.values()) == ["[-9, 1]", "[-9, 1]", "[1, -9]", "[1, -9]"], output

@@ -1,13 +1,11 @@
 """The golden cases through the training code: they pass in every number format, and a wrong number does not pass."""
 
-import sys
-
 import pytest
 import torch
 from places import GOLDEN, ZERO2
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_run import deepspeed, finish, launch
+from tiny_run import deepspeed, finish, launch, run_script
 
 from eagle3.errors import UserError
 from eagle3.jobs.verify import read_case, read_tensors, relative_errors, run_case, tolerance
@@ -107,7 +105,7 @@ def test_a_damaged_expectation_makes_verify_fail_and_name_it(tmp_path):
     expected = read_tensors(GOLDEN / "ragged" / "expected.safetensors")
     expected[GRADIENT] = expected[GRADIENT] * (1 + 3e-5)
     case = link_case(tmp_path / "case", expected)
-    output = finish(launch(sys.executable, "launchers/verify.py", str(case)), code=1)
+    output = run_script("launchers/verify.py", case, code=1)
     assert f"{case}: failed" in output
     assert [line.split()[0] for line in output.splitlines() if "BEYOND" in line] == [GRADIENT]
     assert (case / "actual.safetensors").is_file()

@@ -11,7 +11,7 @@ from jobs import job_of
 from limits import HANG_SECONDS
 from places import ZERO2
 from safetensors.torch import load_file
-from tiny_run import capture, conversations, finish, launch, make_target, write_recipe
+from tiny_run import capture, conversations, launch, make_target, run_script, write_recipe
 
 from eagle3.jobs.provenance import store_provenance
 from eagle3.jobs.train import train
@@ -92,7 +92,7 @@ def test_an_export_is_judged_by_itself_as_after_training(recipe, topology):
     run = recipe.parent / "run"
     assert load_file(run / "export" / "model.safetensors")["d2t"].shape == (200,)
     after_training = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
-    output = finish(launch(sys.executable, "launchers/evaluate.py", "--recipe", str(recipe)))
+    output = run_script("launchers/evaluate.py", "--recipe", recipe)
     judged = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     assert json.loads((run / "evaluation.1.json").read_text(encoding="utf-8")) == after_training
     assert "evaluation.json held an earlier result: moved to " in output

@@ -1,14 +1,13 @@
 """A run continues from its checkpoint under a different layout, with the same samples in the same order and the same
 numbers."""
 
-import sys
 from itertools import permutations
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from test_training import COMPUTED
-from tiny_run import finish, launch, make_target, metrics, write_recipe
+from tiny_run import make_target, metrics, run_script, write_recipe
 
 STEPS = 12
 LAYOUTS = {
@@ -34,7 +33,7 @@ def case(tmp_path_factory):
 
 
 def work(recipe, *runs):
-    return finish(launch(sys.executable, "tests/support/training_worker.py", str(recipe), *runs))
+    return run_script("tests/support/training_worker.py", recipe, *runs)
 
 
 def require_the_course_of_one_process(recipe, name):

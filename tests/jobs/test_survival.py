@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_run import deepspeed, finish, launch, metrics, write_recipe
+from tiny_run import deepspeed, finish, launch, metrics, run_script, write_recipe
 
 TRAINING = {"ttt_steps": 3, "global_batch_size": 4, "learning_rate": 2e-3, "max_steps": 8, "checkpoint_every": 2}
 
@@ -23,7 +23,7 @@ def recipe(tmp_path, target):
 
 
 def work(case, recipe, *arguments):
-    return finish(launch(sys.executable, "tests/support/survival_worker.py", case, recipe, *arguments))
+    return run_script("tests/support/survival_worker.py", case, recipe, *arguments)
 
 
 def require_same_run(one, other):
@@ -63,7 +63,7 @@ def test_a_signal_to_one_rank_stops_all_after_a_checkpoint(tmp_path, recipe):
     output = work("stopped", recipe)
     assert output.count("stopped by SIGTERM after step") == output.count("stopped by SIGUSR1 after step") == 2
     assert output.count("resumed after step") == 2
-    finish(launch(sys.executable, "tests/support/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}"))
+    run_script("tests/support/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}")
     require_same_run(tmp_path / "stopped", tmp_path / "whole")
 
 
@@ -131,7 +131,7 @@ def test_a_signalled_run_exits_cleanly_or_with_the_code_asked_for(tmp_path, reci
 
 @pytest.mark.slow
 def test_a_full_disk_keeps_the_older_checkpoint_and_with_room_the_run_goes_on(tmp_path, recipe, small_disk):
-    finish(launch(sys.executable, "tests/support/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}"))
+    run_script("tests/support/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}")
     checkpoint = max((tmp_path / "whole" / "checkpoints").glob("step-*"))
     size = sum(path.stat().st_size for path in checkpoint.iterdir())
     subprocess.run(["mount", "-o", f"remount,size={int(1.6 * size)}", str(small_disk)], check=True)

@@ -14,7 +14,7 @@ from places import ZERO2
 from processes import free_port
 from published_drafts import deepspec, rewritten
 from safetensors.torch import load, load_file
-from tiny_run import deepspeed, finish, launch, metrics, write_recipe
+from tiny_run import capture, deepspeed, finish, launch, metrics, run_script, write_recipe
 from transformers import AutoConfig
 
 from eagle3.draft.derivation import derive_draft
@@ -42,7 +42,7 @@ def test_stored_training_follows_live_training_and_compressed_is_bit_identical(t
     train(live, ZERO2, topology)
     stored = ["hidden_states.mode=stored", f"hidden_states.path={tmp_path / 'store'}", f"output.dir={tmp_path / 'two'}"]
     recipe = str(tmp_path / "recipe.yaml")
-    finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, *stored))
+    capture(recipe, *stored)
     train(load_recipe(recipe, stored), ZERO2, topology)
     assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / "two"), 1e-5)
     assert_same_course(
@@ -52,7 +52,7 @@ def test_stored_training_follows_live_training_and_compressed_is_bit_identical(t
     )
 
     lossless = [*stored[:1], f"hidden_states.path={tmp_path / 'small'}", "hidden_states.codec=lossless"]
-    finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, *lossless))
+    capture(recipe, *lossless)
     train(load_recipe(recipe, [*lossless, f"output.dir={tmp_path / 'four'}"]), ZERO2, topology)
     for kind in ("train", "held_out"):
         two, four = (
@@ -74,7 +74,7 @@ def test_training_under_a_window_from_the_rows_that_it_sees_is_bit_identical(tmp
     window = "model.draft.window=6"
     for name, chosen in (("full", []), ("windowed", [window])):
         path = f"hidden_states.path={tmp_path / name}"
-        finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, path, *chosen))
+        capture(recipe, path, *chosen)
         stored = ["hidden_states.mode=stored", path, window, f"output.dir={tmp_path / f'from {name}'}"]
         train(load_recipe(recipe, stored), ZERO2, topology)
     train(load_recipe(recipe, [window]), ZERO2, topology)
@@ -104,10 +104,8 @@ def test_spans_are_drawn_anew_live_and_from_whole_samples_and_stay_in_a_store_of
     train(load_recipe(recipe, [*spans, "training.max_steps=14"]), ZERO2, topology)
     for name, chosen in (("whole", ["model.draft.window=6"]), ("spans", spans)):
         path = f"hidden_states.path={tmp_path / name}"
-        finish(launch(sys.executable, "launchers/capture.py", "--recipe", recipe, path, *chosen))
-        assert "nothing wrong" in finish(
-            launch(sys.executable, "launchers/capture.py", "--recipe", recipe, path, *chosen, "--verify")
-        )
+        capture(recipe, path, *chosen)
+        assert "nothing wrong" in capture(recipe, path, *chosen, "--verify")
         output = f"output.dir={tmp_path / f'from {name}'}"
         train(
             load_recipe(recipe, ["hidden_states.mode=stored", path, *spans, "training.max_steps=14", output]),
@@ -164,7 +162,7 @@ def test_sequence_and_tensor_parallel_runs_follow_one_process(tmp_path, target, 
         "all": "8:parallelism.tensor=2,parallelism.ulysses=2,parallelism.ring=2,training.loss=kl",
     }
     jobs = [f"{run},output.dir={tmp_path / name}" for name, run in runs.items()]
-    finish(launch(sys.executable, "tests/support/training_worker.py", recipe, *jobs))
+    run_script("tests/support/training_worker.py", recipe, *jobs)
     expected = load_file(tmp_path / "run" / "export" / "model.safetensors")
     for name in runs:
         assert_same_course(metrics(tmp_path / "run"), metrics(tmp_path / name), 1e-5)
@@ -179,9 +177,7 @@ def test_sequence_and_tensor_parallel_runs_follow_one_process(tmp_path, target, 
 
     shutil.rmtree(tmp_path / "tensor" / "checkpoints" / "step-00000004")
     before = load((tmp_path / "tensor" / "export" / "model.safetensors").read_bytes())
-    output = finish(
-        launch(sys.executable, "tests/support/training_worker.py", recipe, jobs[2].replace("2:", "2+resume:"))
-    )
+    output = run_script("tests/support/training_worker.py", recipe, jobs[2].replace("2:", "2+resume:"))
     assert "resumed after step 2" in output
     assert [record["step"] for record in metrics(tmp_path / "tensor")] == [1, 2, 3, 4]
     resumed = load_file(tmp_path / "tensor" / "export" / "model.safetensors")

@@ -2,15 +2,13 @@
 
 import json
 import os
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from cuda_operators import ByDefinition
-from places import SUPPORT
 from planted_kernels import ATTENTION_FAULTS, DEMAND, LOSS_FAULTS, OWN_FAULTS, POINTWISE_FAULTS, slow
-from tiny_run import finish, launch
+from tiny_run import run_script
 
 from eagle3.attention import block
 from eagle3.attention.block import PLAIN_OWN, block_candidates
@@ -200,7 +198,7 @@ def test_a_target_without_a_loss_gets_kernels_for_its_attention_alone(topology, 
 
 def test_what_is_wrong_on_one_rank_is_used_on_none():
     """Two processes, the second of which has a wrong kernel."""
-    output = finish(launch(sys.executable, str(SUPPORT / "planted_kernels.py")))
+    output = run_script("tests/support/planted_kernels.py")
     reports = [part.split("\n")[0] for part in output.split("REPORT ")[1:]]  # beside what gloo prints
     assert len(reports) == 2
     for report in reports:

@@ -5,12 +5,9 @@ The references do not depend on the ranks: distil on one process (which tests/ob
 dense softmaxes), and the exported tensors, cut here by hand.
 """
 
-import sys
-
 import pytest
 import torch
 from distill_cases import HIDDEN, STEPS, WEIGHTS
-from places import SUPPORT
 from processes import kept
 from tensor_parallel_worker import (
     DRAFTS,
@@ -23,7 +20,7 @@ from tensor_parallel_worker import (
     make_case,
     run_draft,
 )
-from tiny_run import finish, launch
+from tiny_run import run_script
 from torch import Tensor
 
 from eagle3.draft.interchange import exported_tensors
@@ -51,7 +48,7 @@ class Computed(dict[int, list[dict]]):
 @pytest.fixture(scope="module")
 def computed(tmp_path_factory) -> Computed:
     folder = tmp_path_factory.mktemp("tensor_parallel")
-    finish(launch(sys.executable, str(SUPPORT / "tensor_parallel_worker.py"), str(folder)))
+    run_script("tests/support/tensor_parallel_worker.py", folder)
     return Computed({world: kept(folder, f"tensor {world}") for world in WORLDS})
 
 

@@ -2,12 +2,11 @@
 batch they were in."""
 
 import json
-import sys
 
 import pytest
 import torch
 from places import LAUNCHERS
-from tiny_run import finish, launch, make_target
+from tiny_run import make_target, run_script
 
 from eagle3.targets.checkpoint import load_causal_lm, load_tokenizer
 
@@ -25,7 +24,7 @@ def regenerate(target, folder, *options: str, batch: int = 100, code: int = 0) -
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [LAUNCHERS / "regenerate.py", "--data", data, "--target", target, "--out", out, "--batch-tokens", batch]
     command += ["--max-tokens", 24, "--truncated", "keep", *options]
-    finish(launch(sys.executable, *map(str, command)), code)
+    run_script(*command, code=code)
     return [json.loads(line) for line in out.read_text().splitlines()]
 
 

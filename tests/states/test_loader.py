@@ -1,6 +1,5 @@
 """Streams loaded by several ranks, compared with whole documents prefilled one by one in this process."""
 
-import sys
 from collections import Counter
 from dataclasses import fields
 from functools import partial
@@ -8,9 +7,8 @@ from functools import partial
 import pytest
 import torch
 from loader_worker import CASES, LENGTHS, ONE_TOKEN, PROVENANCE, STEPS, encoded_documents, sample_set, store_of
-from places import SUPPORT
 from processes import kept
-from tiny_run import finish, launch, make_target
+from tiny_run import make_target, run_script
 
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.states.store.shard import Encoding
@@ -54,7 +52,7 @@ def outcomes(folder, prefill_alone):
             with StoreWriter(store_of(folder, dtype, codec), PROVENANCE, encoding, shard_tokens=150) as writer:
                 for sample in samples:
                     writer.add(sample.id, sample.ids, sample.loss_mask, prefill_alone(dtype, sample.ids))
-    finish(launch(sys.executable, str(SUPPORT / "loader_worker.py"), str(folder)))
+    run_script("tests/support/loader_worker.py", folder)
     return partial(kept, folder)
 
 

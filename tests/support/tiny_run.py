@@ -91,9 +91,14 @@ def launch(*command: str, **options) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **streams | options)
 
 
+def run_script(script: str, *words: object, code: int = 0) -> str:
+    """What a script of the repository says, once it has ended with exit code `code`."""
+    return finish(launch(sys.executable, script, *map(str, words)), code)
+
+
 def capture(recipe: Path | str, *words: str, code: int = 0) -> str:
     """What capture.py says about a recipe, once it has ended."""
-    return finish(launch(sys.executable, "launchers/capture.py", "--recipe", str(recipe), *words), code)
+    return run_script("launchers/capture.py", "--recipe", recipe, *words, code=code)
 
 
 def deepspeed(processes: int) -> tuple[str, ...]:

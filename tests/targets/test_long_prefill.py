@@ -1,7 +1,6 @@
 """A prompt prefilled in chunks over ranks gives what the target gives in one piece, or is refused."""
 
 import gc
-import sys
 
 import pytest
 import torch
@@ -18,9 +17,8 @@ from long_prefill_worker import (
     target_of,
     target_of_logits,
 )
-from places import SUPPORT
 from processes import kept
-from tiny_run import finish, launch
+from tiny_run import run_script
 from torch import nn
 from transformers import (
     DogeConfig,
@@ -43,7 +41,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 def computed(tmp_path_factory):
     """What each rank computed in every layout, all of them in one launch."""
     folder = tmp_path_factory.mktemp("long_prefill")
-    finish(launch(sys.executable, str(SUPPORT / "long_prefill_worker.py"), str(folder)))
+    run_script("tests/support/long_prefill_worker.py", folder)
     return {layout: kept(folder, str(layout)) for layout in LAYOUTS}
 
 

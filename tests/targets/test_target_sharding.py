@@ -1,21 +1,18 @@
 """What a target's tensor-parallel ranks compute from their vocabulary shards, compared with the whole logits in one
 process."""
 
-import sys
-
 import pytest
 import torch
-from places import SUPPORT
 from processes import kept
 from sharding_worker import EXCHANGES, SUMMARIES, WORLDS, Dealt, Rows, document_rows
-from tiny_run import finish, launch
+from tiny_run import run_script
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     """What each rank of each world computed."""
     folder = tmp_path_factory.mktemp("sharding")
-    finish(launch(sys.executable, str(SUPPORT / "sharding_worker.py"), str(folder)))
+    run_script("tests/support/sharding_worker.py", folder)
     return {world: kept(folder, f"tensor {world}") for world in WORLDS}
 
 

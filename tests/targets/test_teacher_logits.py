@@ -1,7 +1,6 @@
 """A teacher given as logits, compared with the same teacher given as hidden states, and both with the definition."""
 
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +9,10 @@ import pytest
 import torch
 from definition import Loss, define
 from jobs import job_of
-from places import SUPPORT, ZERO2
+from places import ZERO2
 from processes import kept
 from teacher_logits_worker import LAYOUTS, STEPS, Run, execute, on_two_ranks, runs
-from tiny_run import finish, launch, metrics, write_recipe
+from tiny_run import metrics, run_script, write_recipe
 from training_path import Trained
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -43,7 +42,7 @@ LOGITS = "target.teacher=logits"
 def trained(tmp_path_factory, topology) -> Callable[[str, Run], Trained]:
     """trained(layout, run): what a run computed."""
     folder = tmp_path_factory.mktemp("teacher")
-    finish(launch(sys.executable, str(SUPPORT / "teacher_logits_worker.py"), str(folder)))
+    run_script("tests/support/teacher_logits_worker.py", folder)
     first = {layout: kept(folder, layout)[0] for layout in LAYOUTS}
     return lambda layout, run: execute(run, topology) if layout == "alone" else first[layout][run.name]
 
@@ -172,7 +171,7 @@ def test_runs_with_a_teacher_of_logits_follow_one_of_hidden_states(tmp_path, tar
         "ulysses": f"2:parallelism.ulysses=2,{LOGITS}",
     }
     jobs = [f"{run},output.dir={tmp_path / name}" for name, run in together.items()]
-    finish(launch(sys.executable, "tests/support/training_worker.py", recipe, *jobs))
+    run_script("tests/support/training_worker.py", recipe, *jobs)
     for name in (*alone, *together):
         assert_same_course(tmp_path / "run", tmp_path / name, 1e-5)
     assert_same_course(tmp_path / "live", tmp_path / "stored", 1e-6)

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import torch
 from limits import HANG_SECONDS
 from places import ZERO2
 from safetensors.torch import load, load_file
-from tiny_run import finish, launch, make_target, metrics, write_recipe
+from tiny_run import make_target, metrics, run_script, write_recipe
 
 from eagle3.console import Console
 from eagle3.durable import move_aside
@@ -113,7 +112,7 @@ def shared(tmp_path_factory, target):
     for folder in folders.values():
         folder.mkdir()
     recipes = [str(write_recipe(folder, target, output={"check_export": False})) for folder in folders.values()]
-    output = finish(launch(sys.executable, "tests/support/shared_folder_worker.py", *recipes))
+    output = run_script("tests/support/shared_folder_worker.py", *recipes)
     return json.loads(output.splitlines()[-1]), folders
 
 

@@ -1,11 +1,10 @@
 """In a job of three ranks, a rank that dies, hangs or leaves is named, and all ranks end soon."""
 
 import re
-import sys
 from typing import NamedTuple
 
 import pytest
-from tiny_run import finish, launch
+from tiny_run import run_script
 
 FORMING = ("never comes", "dies while the job forms", "dies before the watchdog")
 CASES = (
@@ -35,7 +34,7 @@ class Ended(NamedTuple):
 @pytest.fixture(scope="module")
 def endings():
     """How each case ended, by case."""
-    output = finish(launch(sys.executable, "tests/support/watchdog_worker.py", *CASES))
+    output = run_script("tests/support/watchdog_worker.py", *CASES)
     by_case = {}
     for case in CASES:
         lines = [line.removeprefix(f"{case}: ") for line in output.splitlines() if line.startswith(f"{case}: ")]
