@@ -19,19 +19,49 @@ JUDGED = ("evaluation", "by_context")
 TARGET = 32 * "0"  # its fingerprint
 HOSTILE = "<script>alert(1)</script>"
 CONTEXTS = (512, 1024, 2048, 4096, 8192)
-RECIPE = {
-    "model": {"target": "acme/tiny-8B", "draft": {"vocab_size": 1000, "rope_parameters": None}},
-    "data": {"train": ["preset:ultrachat", "/home/ann/secret/own.jsonl"], "max_length": 8192, "too_long": "truncate"},
-    "training": {
-        "ttt_steps": TTT_STEPS,
-        "step_decay": 0.8,
-        "loss": "kl",
-        "global_batch_size": 8,
-        "max_steps": STEPS,
-        "learning_rate": 1e-4,
-    },
-    "evaluation": {"draft_tokens": TTT_STEPS},
-}
+RECIPE = yaml.safe_load("""
+model: {target: acme/tiny-8B, draft: {vocab_size: 1000, rope_parameters: null}}
+data: {train: ["preset:ultrachat", /home/ann/secret/own.jsonl], max_length: 8192, too_long: truncate}
+training: {ttt_steps: 4, step_decay: 0.8, loss: kl, global_batch_size: 8, max_steps: 400, learning_rate: 1.0e-4}
+evaluation: {draft_tokens: 4}
+""")
+STARTED = """
+started: "2026-02-03T04:05:06+00:00"
+continues: false
+layout: {tensor: 1, ulysses: 2, ring: 2, data: 2}
+machine: {system: Linux, processor: a processor, cores: 16, memory_gib: 128.0, gpu: null, processes: 8}
+versions: {python: 3.11.7, torch: 2.13.0, transformers: 5.19.0}
+target: {hub_id: acme/tiny-8B, architecture: LlamaForCausalLM, layers: 32, hidden_size: 4096, context: 131072}
+draft: {parameters: 123456789, hidden_size: 4096, context: 8192}
+vocabulary: {size: 1000, target_size: 4000, coverage: 0.987}
+data:
+  datasets: [HuggingFaceH4/ultrachat_200k]
+  train:
+    {samples: 10000, tokens: 9000000, supervised: 4000000, longest: 8192, sources: [],
+     prepared: {rows: 10100, kept: 10000, truncated: 60, dropped: {"no answer HOSTILE": 100},
+                kinds: {"no answer HOSTILE": unusable}, empty_answers: 0},
+     lengths: {edges: [64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0],
+               counts: [100, 900, 2500, 3000, 2000, 1000, 500]}}
+  held_out:
+    {samples: 200, tokens: 180000, supervised: 80000, longest: 8100, prepared: null,
+     lengths: {edges: [64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0],
+               counts: [2, 20, 40, 60, 50, 20, 8]}}
+memory:
+  {before_gib: 1.2, estimate_gib: 1.4, parts_gib: {weights: 0.3, queries: 0.6, buffers: 0.5},
+   stream: {tokens: 16000, documents: 4, supervised: 0.44}, measured: resident in the process}
+"""
+# What by_context.json and evaluation.json say about the conditions.
+CONDITIONS = yaml.safe_load("""
+{engine: transformers, engine_version: 5.19.0, temperature: 0.0, seed: 0, draft_tokens: 4, topk: 1, tree_tokens: 5,
+ window: null, trained_window: null}
+""")
+DRAFT = yaml.safe_load("""
+{architectures: [LlamaForCausalLMEagle3], hidden_size: 4096, intermediate_size: 8192, num_attention_heads: 32,
+ vocab_size: 4000, draft_vocab_size: 1000, max_position_embeddings: 8192, dtype: bfloat16,
+ rope_parameters: {rope_type: yarn, rope_theta: 10000.0, factor: 4.0},
+ eagle_aux_hidden_state_layer_ids: [2, 16, 29],
+ eagle_config: {eagle_aux_hidden_state_layer_ids: [1, 15, 28], use_aux_hidden_state: true}}
+""")
 
 
 def write_run(path: Path, steps: int = STEPS) -> RunFolder:
@@ -112,66 +142,7 @@ def _records(step: int, steps: int) -> list[dict[str, Any]]:
 
 def started(steps: int = STEPS) -> dict[str, Any]:
     """The content of run.json."""
-    lengths = {"edges": [2.0**power for power in range(6, 14)], "counts": [100, 900, 2500, 3000, 2000, 1000, 500]}
-    held_out = {"edges": [2.0**power for power in range(6, 14)], "counts": [2, 20, 40, 60, 50, 20, 8]}
-    return {
-        "started": "2026-02-03T04:05:06+00:00",
-        "continues": False,
-        "steps": steps,
-        "layout": {"tensor": 1, "ulysses": 2, "ring": 2, "data": 2},
-        "machine": {
-            "system": "Linux",
-            "processor": "a processor",
-            "cores": 16,
-            "memory_gib": 128.0,
-            "gpu": None,
-            "processes": 8,
-        },
-        "versions": {"python": "3.11.7", "torch": "2.13.0", "transformers": "5.19.0"},
-        "target": {
-            "hub_id": "acme/tiny-8B",
-            "architecture": "LlamaForCausalLM",
-            "layers": 32,
-            "hidden_size": 4096,
-            "context": 131072,
-        },
-        "draft": {"parameters": 123456789, "hidden_size": 4096, "context": 8192},
-        "vocabulary": {"size": 1000, "target_size": 4000, "coverage": 0.987},
-        "data": {
-            "datasets": ["HuggingFaceH4/ultrachat_200k"],
-            "train": {
-                "samples": 10000,
-                "tokens": 9_000_000,
-                "supervised": 4_000_000,
-                "longest": 8192,
-                "lengths": lengths,
-                "prepared": {
-                    "rows": 10100,
-                    "kept": 10000,
-                    "truncated": 60,
-                    "dropped": {f"no answer {HOSTILE}": 100},
-                    "kinds": {f"no answer {HOSTILE}": "unusable"},
-                    "empty_answers": 0,
-                },
-                "sources": [],
-            },
-            "held_out": {
-                "samples": 200,
-                "tokens": 180_000,
-                "supervised": 80_000,
-                "longest": 8100,
-                "lengths": held_out,
-                "prepared": None,
-            },
-        },
-        "memory": {
-            "before_gib": 1.2,
-            "estimate_gib": 1.4,
-            "parts_gib": {"weights": 0.3, "queries": 0.6, "buffers": 0.5},
-            "stream": {"tokens": 16000, "documents": 4, "supervised": 0.44},
-            "measured": "resident in the process",
-        },
-    }
+    return yaml.safe_load(STARTED.replace("HOSTILE", HOSTILE)) | {"steps": steps}
 
 
 def figures(
@@ -194,19 +165,6 @@ def figures(
         "plain_tokens": yielded,
         "of_each": [(yielded, verifications)],
     } | others
-
-
-CONDITIONS = {
-    "engine": "transformers",
-    "engine_version": "5.19.0",
-    "temperature": 0.0,
-    "seed": 0,
-    "draft_tokens": 4,
-    "topk": 1,
-    "tree_tokens": 5,
-    "window": None,
-    "trained_window": None,
-}
 
 
 def evaluation() -> dict[str, Any]:
@@ -271,18 +229,3 @@ def by_context(lengths: list[float], half: float = 0.1) -> dict[str, Any]:
     pay_offs = [PayOff(each["source"], each["cells"]) for each in pay_off()]
     judgement = ContextJudgement(**CONDITIONS, new_tokens=64, contexts=contexts, left_out=[], pay_off=pay_offs)
     return as_json(judgement)
-
-
-DRAFT = {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "hidden_size": 4096,
-    "intermediate_size": 8192,
-    "num_attention_heads": 32,
-    "vocab_size": 4000,
-    "draft_vocab_size": 1000,
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
-    "dtype": "bfloat16",
-    "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28], "use_aux_hidden_state": True},
-}
