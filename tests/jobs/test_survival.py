@@ -61,7 +61,7 @@ def test_any_of_four_ranks_killed_at_twenty_moments_resumes_to_the_same_weights(
 
 def test_a_signal_to_one_rank_stops_all_after_a_checkpoint(tmp_path, recipe):
     output = work("stopped", recipe)
-    assert output.count("stopped by SIGTERM after step") == output.count("stopped by SIGUSR1 after step") == 2
+    assert output.count("stopped by SIGTERM after step") == output.count("stopped by SIGUSR1 after step") == 1
     assert output.count("resumed after step") == 2
     run_script("tests/support/training_worker.py", recipe, f"2:output.dir={tmp_path / 'whole'}")
     require_same_run(tmp_path / "stopped", tmp_path / "whole")

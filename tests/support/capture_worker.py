@@ -9,7 +9,6 @@ killed or slow
 import hashlib
 import json
 import os
-import runpy
 import signal
 import sys
 import threading
@@ -18,8 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from places import LAUNCHERS
-from processes import begin_ranks, ended
+from processes import begin_ranks, ended, run_launcher
 
 import eagle3.jobs.capture
 import eagle3.jobs.plan
@@ -38,8 +36,7 @@ def launcher(script: str, arguments: list[str], *manner) -> None:
     """Runs one rank. manner: a function that makes the rank kill itself on the way or be slow, and its arguments."""
     if manner:
         manner[0](*manner[1:])
-    sys.argv = [script, *arguments]
-    runpy.run_path(str(LAUNCHERS / script), run_name="__main__")
+    run_launcher(script, arguments)
 
 
 def die() -> None:

@@ -3,13 +3,16 @@
 import contextlib
 import os
 import random
+import runpy
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from limits import NOTICED_SECONDS
+from places import LAUNCHERS
 from torch.multiprocessing import start_processes
 
 _given: set[int] = set()
@@ -20,6 +23,12 @@ def fork_ranks(world: int, work: Callable[[], None]) -> None:
     and its traceback is raised here. Call this from a separate script that has imported what `work` needs, and has
     neither started threads nor formed process groups."""
     start_processes(_be, (world, free_port(), work), nprocs=world, start_method="fork")
+
+
+def run_launcher(script: str, words: Sequence[str]) -> None:
+    """Runs a launcher in this process. What it imports meanwhile is better imported before the fork."""
+    sys.argv = [str(LAUNCHERS / script), *words]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def begin_ranks(world: int, work: Callable[[], None]) -> list:

@@ -10,7 +10,6 @@ import ctypes
 import json
 import os
 import resource
-import runpy
 import signal
 import struct
 import sys
@@ -21,15 +20,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from limits import HANG_SECONDS
-from places import LAUNCHERS
-from processes import begin_ranks, ended
+from processes import begin_ranks, ended, run_launcher
 
 import eagle3.jobs.plan
 import eagle3.jobs.train  # noqa: F401
 
 # Above: what train.py imports while it runs, imported once for all forks.
 
-TRAIN = LAUNCHERS / "train.py"
 ENDLESS = ("training.max_steps=100000", "training.checkpoint_every=100000", "evaluation.every=100000")
 
 
@@ -67,8 +64,7 @@ def _train(log: Path, first: Callable, words: list[str]) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     first()
-    sys.argv = [str(TRAIN), *words]
-    runpy.run_path(str(TRAIN), run_name="__main__")
+    run_launcher("train.py", words)
 
 
 def entered(recipe: Path) -> dict:

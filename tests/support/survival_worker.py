@@ -13,40 +13,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from places import ZERO2
-from processes import begin_ranks, ended
+from processes import begin_ranks, ended, run_launcher
 from tiny_run import metrics
 
-from eagle3.errors import UserError
-from eagle3.jobs.train import train
-from eagle3.parallel.topology import start_distributed, stop_distributed
-from eagle3.recipe.loading import load_recipe
-from eagle3.training.stopping import RunStopped, StopSignals
-
-
-def train_ranks(recipe_file: str, overrides: list[str]) -> None:
-    """Trains like launchers/train.py --resume auto. Exit code 75 if a signal stopped the run, 2 for a UserError."""
-    recipe = load_recipe(recipe_file, overrides)
-    sizes = recipe.parallelism
-    with StopSignals() as stop:
-        topology = start_distributed(sizes.tensor, sizes.ulysses, sizes.ring)
-        try:
-            assert train(recipe, ZERO2, topology, "auto", stop)
-        except RunStopped as stopped:
-            print(stopped, flush=True)
-            assert stopped.together
-            stop_distributed()
-            sys.exit(75)
-        except UserError as error:
-            print(error, flush=True)
-            sys.exit(2)
-    stop_distributed()
+import eagle3.jobs.layout
+import eagle3.jobs.train
+import eagle3.reporting.report  # noqa: F401  what the launcher imports
 
 
 def run(world: int, recipe: str, overrides: list[str], meanwhile: Callable = lambda processes: None) -> list[int]:
-    """Runs a job. Returns the exit codes of the ranks, which must all end once the first has ended. `meanwhile` does
+    """Runs train.py. Returns the exit codes of the ranks, which must all end once the first has ended. `meanwhile` does
     something to the processes."""
-    processes = begin_ranks(world, partial(train_ranks, recipe, overrides))
+    words = ["--recipe", recipe, *overrides, "--resume", "auto", "--stop-code", "75"]
+    processes = begin_ranks(world, partial(run_launcher, "train.py", words))
     threading.Thread(target=meanwhile, args=(processes,), daemon=True).start()
     while all(process.exitcode is None for process in processes):
         time.sleep(0.01)
