@@ -10,25 +10,7 @@ from pathlib import Path
 
 import torch
 from processes import fork_ranks, keep
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from eagle3.errors import UserError
 from eagle3.parallel.topology import Topology, start_distributed, stop_distributed
@@ -45,88 +27,76 @@ VOCAB = 96
 SHAPE = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
 SHAPE |= {"num_attention_heads": 4, "max_position_embeddings": 512, "initializer_range": 0.2}
 ALTERNATING = ["sliding_attention", "full_attention"] * 2
+ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
 
 
-def llama(**changes) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, "num_key_value_heads": 2, **changes}))
-
-
-def qwen3(**changes) -> PreTrainedModel:
-    """One key/value head for all queries, which no Ulysses degree can divide."""
-    return Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "num_key_value_heads": 1, "head_dim": 16, **changes}))
-
-
-def gpt_oss(**changes) -> PreTrainedModel:
-    """Sinks, a window smaller than a chunk in every other layer, experts."""
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8}
-    config = GptOssConfig(**{**SHAPE, **experts, **heads, "sliding_window": 5, "layer_types": ALTERNATING, **changes})
-    model = GptOssForCausalLM(config)
-    for layer in model.model.layers:
-        torch.nn.init.normal_(layer.self_attn.sinks, 1.0, 1.0)
-    return model
-
-
-def gemma3(**changes) -> PreTrainedModel:
-    """Windows that reach over several chunks of one process; each kind of layer has its own rope."""
-    rope = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}}
-    rope["sliding_attention"] = {"rope_type": "default", "rope_theta": 100.0}
-    own = {"head_dim": 16, "query_pre_attn_scalar": 9, "sliding_window": 14, "rope_parameters": rope}
-    heads = {"num_key_value_heads": 2, "layer_types": ALTERNATING}
-    return Gemma3ForCausalLM(Gemma3TextConfig(**{**SHAPE, **own, **heads, **changes}))
-
-
-def gemma2(**changes) -> PreTrainedModel:
-    """Capped scores, which only transformers' plain attention knows."""
-    own = {"head_dim": 16, "sliding_window": 9, "attn_logit_softcapping": 0.5, "final_logit_softcapping": None}
-    config = Gemma2Config(**{**SHAPE, **own, "num_key_value_heads": 2, **changes}, attn_implementation="eager")
-    return Gemma2ForCausalLM(config)
-
-
-def deepseek_v3(**changes) -> PreTrainedModel:
-    """Latent attention: keys wider than values."""
-    ranks = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
-    experts = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
-    more = {"moe_intermediate_size": 32, "first_k_dense_replace": 2, "num_key_value_heads": 4}
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**{**SHAPE, **ranks, **experts, **more, **changes}))
-
-
-def opt(**changes) -> PreTrainedModel:
-    """Learned positions, which rope, being relative, cannot stand in for."""
-    own = {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2}
-    return OPTForCausalLM(OPTConfig(**{**SHAPE, **own, **changes}))
-
-
-def qwen3_next(**changes) -> PreTrainedModel:
-    """Three layers with a convolution and a recurrent state, one with attention. With the others' large weights, a
-    state would multiply rounding errors; in fp64, chunks differ by 1e-13 from the whole then, too."""
-    linear = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_conv_kernel_dim": 4}
-    linear |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    experts |= {"shared_expert_intermediate_size": 32}
-    heads = {"num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.05}
-    return Qwen3NextForCausalLM(Qwen3NextConfig(**{**SHAPE, **linear, **experts, **heads, **changes}))
-
-
-ON_ANY_RANKS = {make.__name__: make for make in (llama, qwen3, gpt_oss, gemma3, gemma2, deepseek_v3, opt)}
-FAMILIES = ON_ANY_RANKS | {"qwen3_next": qwen3_next}  # a recurrent state cannot be spread over ranks
+# By model type, what differs from SHAPE.
+FAMILIES = {
+    "llama": {"num_key_value_heads": 2},
+    # one key/value head for all queries, which no Ulysses degree can divide
+    "qwen3": {"num_key_value_heads": 1, "head_dim": 16},
+    # sinks, a window smaller than a chunk in every other layer, experts
+    "gpt_oss": {
+        **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 8},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48},
+        **{"sliding_window": 5, "layer_types": ALTERNATING},
+    },
+    # windows that reach over several chunks of one process; each kind of layer has its own rope
+    "gemma3_text": {
+        **{"num_key_value_heads": 2, "head_dim": 16, "query_pre_attn_scalar": 9},
+        **{"sliding_window": 14, "layer_types": ALTERNATING, "rope_parameters": ROPES},
+    },
+    # capped scores, which only transformers' plain attention knows
+    "gemma2": {
+        **{"num_key_value_heads": 2, "head_dim": 16, "sliding_window": 9, "attn_implementation": "eager"},
+        **{"attn_logit_softcapping": 0.5, "final_logit_softcapping": None},
+    },
+    # latent attention: keys wider than values
+    "deepseek_v3": {
+        **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12},
+        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "first_k_dense_replace": 2, "num_key_value_heads": 4},
+    },
+    # learned positions, which rope, being relative, cannot stand in for
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2},
+    # Three layers with a convolution and a recurrent state, one with attention. With the others' large weights, a state
+    # would multiply rounding errors; in fp64, chunks differ by 1e-13 from the whole then, too.
+    "qwen3_next": {
+        **{"num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.05, "linear_conv_kernel_dim": 4},
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 16, "linear_value_head_dim": 16},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        **{"shared_expert_intermediate_size": 32},
+    },
+}
 
 
 def families(ulysses: int, ring: int) -> list[str]:
-    """The families to try under a layout. The rarer ones are tried only once."""
-    return [*ON_ANY_RANKS] if (ulysses, ring) == (2, 2) else ["llama", "qwen3", "gpt_oss", "gemma3"]
+    """The families to try under a layout. The rarer ones are tried only once, and a recurrent state cannot be spread
+    over ranks."""
+    every = [name for name in FAMILIES if name != "qwen3_next"]
+    return every if (ulysses, ring) == (2, 2) else ["llama", "qwen3", "gpt_oss", "gemma3_text"]
+
+
+def model_of(family: str, **changes) -> PreTrainedModel:
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPE | FAMILIES[family] | changes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, 1.0, 1.0)
+    return model
 
 
 def target_of(family: str, dtype: torch.dtype = torch.float32, **changes) -> TransformersTarget:
-    torch.manual_seed(5)
-    model = FAMILIES[family](**changes).to(dtype)
-    return TransformersTarget(model, aux_layers=(0, 1, 3), prefill_tokens=64)
+    return TransformersTarget(model_of(family, **changes).to(dtype), aux_layers=(0, 1, 3), prefill_tokens=64)
 
 
 def target_of_logits() -> TransformersTarget:
     """A target whose lm_head only the model itself can apply."""
-    torch.manual_seed(5)
-    model = llama()
+    model = model_of("llama")
     model.lm_head = torch.nn.Linear(model.config.hidden_size, VOCAB)
     return TransformersTarget(model, aux_layers=(0, 1, 3), prefill_tokens=64, draft_ids=torch.arange(1, VOCAB, 2))
 

@@ -221,7 +221,7 @@ def test_masks_that_hide_other_keys_are_refused(topology):
     target = target_of("qwen3", use_sliding_window=True, sliding_window=7, layer_types=ALTERNATING)
     target.layers[0].self_attn.sliding_window = 8
     refused("hides other keys", target, topology)
-    refused("hides other keys", target_of("gemma3", use_bidirectional_attention=True), topology)
+    refused("hides other keys", target_of("gemma3_text", use_bidirectional_attention=True), topology)
 
 
 def test_a_layer_that_mixes_tokens_past_its_attention_is_refused(topology):
