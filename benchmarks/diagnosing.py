@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from planted_faults import PLANTS, SEVERAL, plant_all
 from reporting import headline, origin, table
 from torch import Tensor
 
@@ -36,8 +37,6 @@ from eagle3.recipe.loading import load_recipe
 from eagle3.targets.transformers import TransformersTarget, load_target
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "support"))  # the faults are there
-from planted_faults import PLANTS, SEVERAL, plant_all  # noqa: E402
 
 PROMPTS, NEW_TOKENS, DRAFT_TOKENS = 24, 64, 4
 TARGETS = {

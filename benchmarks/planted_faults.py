@@ -1,10 +1,11 @@
-"""Known faults, planted in sound drafts, for tests and for benchmarks/diagnosing.py."""
+"""Known faults, planted in sound drafts, for diagnosing.py and tests/evaluation."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from eagle3.draft.interchange import EMBEDDING
 from eagle3.evaluation.known_faults import HEAD, DraftReading, Surroundings
@@ -20,14 +21,14 @@ class Planted(NamedTuple):
 Plant = Callable[[DraftReading, Surroundings], Planted | None]  # None where the draft cannot have that fault
 
 
-def _configured(reading: DraftReading, **values) -> DraftReading:
-    exported = reading.exported
-    return reading._replace(exported=replace(exported, config=replace(exported.config, **values)))
-
-
-def _weighted(reading: DraftReading, **weights) -> DraftReading:
-    exported = reading.exported
-    return reading._replace(exported=replace(exported, weights=exported.weights | weights))
+def _with(
+    reading: DraftReading, cure: str, weights: dict[str, Tensor] | None = None, d2t: Tensor | None = None, **config
+) -> Planted:
+    """The reading with another config, more weights or another d2t."""
+    own = reading.exported
+    faulty = {"config": replace(own.config, **config), "weights": own.weights | (weights or {})}
+    faulty |= {} if d2t is None else {"d2t": d2t}
+    return Planted(reading._replace(exported=replace(own, **faulty)), cure)
 
 
 def layers_off(shift: int) -> Plant:
@@ -36,7 +37,7 @@ def layers_off(shift: int) -> Plant:
         moved = tuple(layer + shift for layer in layers)
         if not all(layer in reading.texts[0].states for layer in moved):
             return None
-        return Planted(_configured(reading, aux_layers=moved), f"auxiliary layers {list(layers)}, not")
+        return _with(reading, f"auxiliary layers {list(layers)}, not", aux_layers=moved)
 
     return plant
 
@@ -45,7 +46,7 @@ def layers_permuted(*order: int) -> Plant:
     def plant(reading: DraftReading, _around: Surroundings) -> Planted:
         layers = reading.exported.config.aux_layers
         permuted = tuple(layers[place] for place in order)
-        return Planted(_configured(reading, aux_layers=permuted), f"auxiliary layers {list(layers)}, not")
+        return _with(reading, f"auxiliary layers {list(layers)}, not", aux_layers=permuted)
 
     return plant
 
@@ -66,7 +67,7 @@ def other_theta(reading: DraftReading, _around: Surroundings) -> Planted:
     rope = reading.exported.config.rope_parameters
     theta = rope["rope_theta"]
     other = 1e4 if theta > 1e4 else 100.0
-    return Planted(_configured(reading, rope_parameters={**rope, "rope_theta": other}), f"rope_theta {theta:,.0f}, not")
+    return _with(reading, f"rope_theta {theta:,.0f}, not", rope_parameters={**rope, "rope_theta": other})
 
 
 def scaled_rope(reading: DraftReading, _around: Surroundings) -> Planted | None:
@@ -74,7 +75,7 @@ def scaled_rope(reading: DraftReading, _around: Surroundings) -> Planted | None:
     if rope["rope_type"] != "default":
         return None
     yarn = {**rope, "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": most // 8}
-    return Planted(_configured(reading, rope_parameters=yarn), "a plain rope, not yarn")
+    return _with(reading, "a plain rope, not yarn", rope_parameters=yarn)
 
 
 def plain_rope(reading: DraftReading, _around: Surroundings) -> Planted | None:
@@ -82,7 +83,7 @@ def plain_rope(reading: DraftReading, _around: Surroundings) -> Planted | None:
     if rope["rope_type"] == "default":
         return None
     plain = {"rope_type": "default", "rope_theta": rope["rope_theta"]}
-    return Planted(_configured(reading, rope_parameters=plain), f"{rope['rope_type']} with factor {rope['factor']:g}")
+    return _with(reading, f"{rope['rope_type']} with factor {rope['factor']:g}", rope_parameters=plain)
 
 
 def other_factor(reading: DraftReading, _around: Surroundings) -> Planted | None:
@@ -90,8 +91,8 @@ def other_factor(reading: DraftReading, _around: Surroundings) -> Planted | None
     if rope["rope_type"] == "default":
         return None
     own = {key: value for key, value in rope.items() if key not in ("attention_factor", "attn_factor")}
-    other = _configured(reading, rope_parameters={**own, "factor": 32.0})
-    return Planted(other, f"a rope factor of {rope['factor']:g}, not 32")
+    cure = f"a rope factor of {rope['factor']:g}, not 32"
+    return _with(reading, cure, rope_parameters={**own, "factor": 32.0})
 
 
 def ids_as_offsets(reading: DraftReading, _around: Surroundings) -> Planted | None:
@@ -100,7 +101,7 @@ def ids_as_offsets(reading: DraftReading, _around: Surroundings) -> Planted | No
     wrong = exported.d2t + places  # the token ids, taken for offsets
     if not exported.d2t.any() or int((wrong + places).max()) >= exported.config.vocab_size:
         return None
-    return Planted(reading._replace(exported=replace(exported, d2t=wrong)), "d2t as token ids")
+    return _with(reading, "d2t as token ids", d2t=wrong)
 
 
 def offsets_as_ids(reading: DraftReading, _around: Surroundings) -> Planted | None:
@@ -108,13 +109,13 @@ def offsets_as_ids(reading: DraftReading, _around: Surroundings) -> Planted | No
     wrong = exported.d2t - torch.arange(len(exported.d2t))
     if not exported.d2t.any() or not bool((exported.d2t.diff() > 0).all()):
         return None
-    return Planted(reading._replace(exported=replace(exported, d2t=wrong)), "d2t as offsets")
+    return _with(reading, "d2t as offsets", d2t=wrong)
 
 
 def flipped(key: str) -> Plant:
     def plant(reading: DraftReading, _around: Surroundings) -> Planted:
         own = getattr(reading.exported.config, key)
-        return Planted(_configured(reading, **{key: not own}), f"{key} {'on' if own else 'off'}")
+        return _with(reading, f"{key} {'on' if own else 'off'}", **{key: not own})
 
     return plant
 
@@ -125,7 +126,7 @@ def with_norm(key: str, names: tuple[str, ...], widths: int) -> Plant:
         if getattr(config, key):
             return None
         ones = {name: torch.ones(widths * config.target_hidden_size) for name in names}
-        return Planted(_configured(_weighted(reading, **ones), **{key: True}), f"{key} off")
+        return _with(reading, f"{key} off", ones, **{key: True})
 
     return plant
 
@@ -135,34 +136,32 @@ def without_fc_norm(reading: DraftReading, _around: Surroundings) -> Planted | N
     if not exported.config.fc_norm:
         return None
     rest = {name: weight for name, weight in exported.weights.items() if not name.startswith("fc_norm")}
-    return Planted(_configured(reading._replace(exported=replace(exported, weights=rest)), fc_norm=False), "fc_norm on")
+    return _with(reading._replace(exported=replace(exported, weights=rest)), "fc_norm on", fc_norm=False)
 
 
 def other_embedding(reading: DraftReading, around: Surroundings) -> Planted:
     """The embedding of another revision, for example one whose tokens have other ids."""
-    return Planted(
-        _weighted(reading, **{EMBEDDING: around.embedding.roll(1, 0).contiguous()}), "the target's embedding"
-    )
+    return _with(reading, "the target's embedding", {EMBEDDING: around.embedding.roll(1, 0).contiguous()})
 
 
 def transposed_head(reading: DraftReading, _around: Surroundings) -> Planted | None:
     head = reading.exported.weights[HEAD]
     if head.shape[0] != head.shape[1]:
         return None
-    return Planted(_weighted(reading, **{HEAD: head.T.contiguous()}), "its head transposed")
+    return _with(reading, "its head transposed", {HEAD: head.T.contiguous()})
 
 
 def window_ignored(reading: DraftReading, _around: Surroundings) -> Planted | None:
     window = reading.exported.config.window
     if window is None:
         return None
-    return Planted(_configured(reading, window=None), f"a window of {window} keys")
+    return _with(reading, f"a window of {window} keys", window=None)
 
 
 def window_added(reading: DraftReading, _around: Surroundings) -> Planted | None:
     if reading.exported.config.window is not None:
         return None
-    return Planted(_configured(reading, window=4), "full attention, not a window")
+    return _with(reading, "full attention, not a window", window=4)
 
 
 def plant_all(
