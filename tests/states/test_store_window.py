@@ -73,7 +73,7 @@ def test_rows_that_no_query_sees_are_out_of_reach(tmp_path):
     (actual,) = store.read([RowRequest("ab" * 16, torch.tensor([0, 35, 51]), none)])
     assert torch.equal(actual.aux, states.aux[[0, 35, 51]])
     for row in (34, 52):
-        with pytest.raises(AssertionError, match="where they teach or are seen"):
+        with pytest.raises(AssertionError, match="rows of aux that are not stored"):
             store.read([RowRequest("ab" * 16, torch.tensor([row]), none)])
 
 

@@ -1,7 +1,7 @@
 """Read a store: only the chunks with the requested rows are read from disk, and every byte is checked."""
 
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise, product
 from typing import NamedTuple, Self
 
@@ -18,7 +18,6 @@ from eagle3.states.store.folder import Provenance, read_indexes, read_own_manife
 from eagle3.states.store.shard import (
     HIDDEN,
     NUMPY_TYPES,
-    Encoding,
     SampleEntry,
     ShardIndex,
     kept_rows,
@@ -47,81 +46,60 @@ class Location(NamedTuple):
     entry: SampleEntry
 
 
-class ChunkTable(NamedTuple):
-    """The chunks of one tensor of one sample."""
+class Run(NamedTuple):
+    """Consecutive chunks of one tensor of one sample, which are read together."""
 
+    location: Location
+    name: str  # `aux` or `last`
+    codec: Codec
     edges: np.ndarray  # [chunks + 1]: the chunks' edges in the tensor, in bytes
     sums: np.ndarray  # [chunks]: checksums
-    rows: int  # number of rows that the sample has in this tensor
+    out: Tensor  # what they are decoded into
 
+    @property
+    def range(self) -> ByteRange:
+        start = self.location.index.starts[self.name]
+        return ByteRange(self.location.index.shard, start + int(self.edges[0]), start + int(self.edges[-1]))
 
-class Run(NamedTuple):
-    """Chunks [first, stop) of a table, decoded into `rows` of the buffer."""
-
-    first: int
-    stop: int
-    rows: slice
-
-
-class ChunkReads(NamedTuple):
-    """A plan for reading some rows of one tensor of one sample."""
-
-    codec: Codec
-    table: ChunkTable
-    runs: list[Run]
-    buffer: Tensor  # chunks are decoded into this
-    decoded: Tensor  # the sample's rows that the buffer then holds, ascending
-    wanted: Tensor  # the requested rows
-
-    def decode(self, run: Run, data: memoryview) -> str | None:
-        """Check the bytes of a run and decode them into the buffer. Returns what is wrong with the bytes, or None."""
-        edges, sums = self.table.edges[run.first : run.stop + 1], self.table.sums[run.first : run.stop]
-        edges = (edges - edges[0]).tolist()
-        for (start, stop), checksum in zip(pairwise(edges), sums.tolist(), strict=True):
+    def decode(self, data: memoryview) -> None:
+        """Raises ValueError if these are not the bytes that were written."""
+        edges = (self.edges - self.edges[0]).tolist()
+        for (start, stop), checksum in zip(pairwise(edges), self.sums.tolist(), strict=True):
             if xxhash.xxh3_64_intdigest(data[start:stop]) != checksum:
-                return "a checksum does not fit"
-        try:
-            self.codec.decode(data, np.diff(edges).tolist(), self.buffer[run.rows])
-        except ValueError as error:  # the checksum matches, so these are the bytes that were written
-            return str(error)
-        return None
-
-    def rows(self) -> Tensor:
-        """The requested rows, once all runs are decoded."""
-        if torch.equal(self.decoded, self.wanted):
-            return self.buffer
-        return self.buffer[torch.searchsorted(self.decoded, self.wanted)]
+                raise ValueError("a checksum does not fit")
+        self.codec.decode(data, np.diff(edges).tolist(), self.out)
 
 
-def plan_reads(rows: Tensor, table: ChunkTable, encoding: Encoding, name: str) -> ChunkReads:
+class PlannedRows(NamedTuple):
+    """Some rows of one tensor of one sample, which are there once all runs are decoded."""
+
+    runs: list[Run]
+    buffer: Tensor  # all rows of the runs' chunks
+    places: Tensor | slice  # where the rows are in the buffer
+
+
+def plan_rows(location: Location, name: str, facts: dict[str, np.ndarray], rows: Tensor) -> PlannedRows:
     """Plan the reading of some rows.
 
-    rows: int64 [n], in any order: indices among the rows that the sample has in this tensor
     name: `aux` or `last`
+    facts: of the sample, see `HiddenStateStore._facts`
+    rows: int64 [n], in any order: indices among the rows that the sample has in this tensor
     """
-    row_array, size = rows.numpy(), encoding.chunk_rows(name)
-    chunks = np.unique(row_array // size)
-    counts = np.minimum(size, table.rows - chunks * size)
-    edges = np.concatenate(([0], counts.cumsum()))
-    max_chunks = max(1, RUN_BYTES * len(table.sums) // max(1, int(table.edges[-1] - table.edges[0])))
-    runs = []
-    for group in np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(chunks) != 1) + 1):
-        for start in range(0, len(group), max_chunks):
-            positions = group[start : start + max_chunks]
-            first, stop = int(chunks[positions[0]]), int(chunks[positions[-1]]) + 1
-            runs.append(Run(first, stop, slice(int(edges[positions[0]]), int(edges[positions[-1] + 1]))))
-    decoded_rows = (np.repeat(chunks * size - edges[:-1], counts) + np.arange(edges[-1])).astype(np.int64)
-    buffer = torch.empty(int(edges[-1]), encoding.width(name), dtype=encoding.number_format)
-    return ChunkReads(encoding.make_codec(name), table, runs, buffer, torch.from_numpy(decoded_rows), rows)
-
-
-class SampleFacts(NamedTuple):
-    """Everything that a store has about a sample of T tokens, apart from hidden states."""
-
-    tokens: Sample
-    argmax: np.ndarray  # [T] int32
-    logsumexp: np.ndarray  # [T] fp32
-    tables: dict[str, ChunkTable]  # for aux and last
+    encoding, edges, sums = location.index.encoding, facts[f"{name}_edges"], facts[f"{name}_sums"]
+    size = encoding.chunk_rows(name)
+    chunks = np.unique(rows.numpy() // size)
+    counts = np.minimum(size, location.entry.rows(name) - chunks * size)
+    ends = np.concatenate(([0], counts.cumsum()))  # of the chunks in the buffer
+    buffer = torch.empty(int(ends[-1]), encoding.width(name), dtype=encoding.number_format)
+    most_chunks = max(1, RUN_BYTES * len(sums) // max(1, int(edges[-1] - edges[0])))
+    numbers, codec, runs = np.arange(len(chunks)), encoding.make_codec(name), []
+    breaks = (np.diff(chunks) != 1) | (numbers[1:] % most_chunks == 0)
+    for group in filter(len, np.split(numbers, np.flatnonzero(breaks) + 1)):
+        first, stop = chunks[group[0]], chunks[group[-1]] + 1
+        out = buffer[ends[group[0]] : ends[group[-1] + 1]]
+        runs.append(Run(location, name, codec, edges[first : stop + 1], sums[first:stop], out))
+    decoded = torch.from_numpy((np.repeat(chunks * size - ends[:-1], counts) + np.arange(ends[-1])).astype(np.int64))
+    return PlannedRows(runs, buffer, slice(None) if torch.equal(decoded, rows) else torch.searchsorted(decoded, rows))
 
 
 class HiddenStateStore:
@@ -172,76 +150,59 @@ class HiddenStateStore:
 
     def tokens_at(self, locations: Sequence[Location]) -> list[Sample]:
         """The tokens that the samples at these locations were captured from, under the ids that the index has."""
-        return [facts.tokens for facts in self._facts(locations)]
+        return [_tokens(*each) for each in zip(locations, self._facts(locations), strict=True)]
 
     def read(self, requests: Sequence[RowRequest]) -> list[Rows]:
         """Read the rows of all requests, with hidden states and logits in the store's dtype. However many requests
         there are, this takes two rounds of reads."""
-        return self.read_at([self._locate(request.sample_id) for request in requests], requests)
+        for sample_id in self.missing(request.sample_id for request in requests):
+            raise UserError(f"{self.where}: sample {sample_id!r} is not in the store; run capture.py, which adds it")
+        return self.read_at([self.locations[request.sample_id] for request in requests], requests)
 
     def read_at(self, locations: Sequence[Location], requests: Sequence[RowRequest]) -> list[Rows]:
         """Like `read`, for samples at known locations."""
-        sample_facts = self._facts(locations)
-        plans: list[ChunkReads] = []
-        for location, request, facts in zip(locations, requests, sample_facts, strict=True):
+        all_facts, plans = self._facts(locations), []
+        for location, request, facts in zip(locations, requests, all_facts, strict=True):
+            tokens = _tokens(location, facts)
             if request.tokens is not None:
-                self._require_tokens(location, facts.tokens, request.tokens)
-            encoding, loss_mask = location.index.encoding, facts.tokens.loss_mask
-            masks = {"aux": encoding.seen_rows(loss_mask), "last": kept_rows(location.entry, loss_mask)}
-            for name, indices in zip(HIDDEN, (request.aux, request.teacher), strict=True):
-                in_range = indices.numel() == 0 or 0 <= int(indices.min()) <= int(indices.max()) < len(loss_mask)
-                assert in_range, f"rows asked for, outside a sample of {len(loss_mask)} rows"
-                assert bool(masks[name][indices].all()), f"{name} hidden states are stored where they teach or are seen"
-                rows = (masks[name].cumsum(0) - 1)[indices]
-                plans.append(plan_reads(rows, facts.tables[name], encoding, name))
-        self._decode([*zip(product(locations, HIDDEN), plans, strict=True)])
-        tensors = iter(reads.rows() for reads in plans)
-        rows = []
-        for location, request, facts in zip(locations, requests, sample_facts, strict=True):
-            aux, values, teacher = next(tensors), next(tensors), request.teacher.numpy()
-            argmax, logsumexp = facts.argmax[teacher].astype(np.int64), facts.logsumexp[teacher]
-            predictions = location.index.encoding.teacher(values, torch.from_numpy(argmax), torch.from_numpy(logsumexp))
+                self._require_tokens(location, tokens, request.tokens)
+            masks = location.index.encoding.seen_rows(tokens.loss_mask), kept_rows(location.entry, tokens.loss_mask)
+            for name, mask, indices in zip(HIDDEN, masks, (request.aux, request.teacher), strict=True):
+                assert bool((indices >= 0).all() and mask[indices].all()), f"rows of {name} that are not stored"
+                plans.append(plan_rows(location, name, facts, (mask.cumsum(0) - 1)[indices]))
+        runs = [run for plan in plans for run in plan.runs]
+        data = self.files.fetch([run.range for run in runs])
+        decoding = [self._threads.submit(self._decode, *each) for each in zip(runs, data, strict=True)]
+        wait(decoding)  # even if one fails: what is mapped must not be touched once the caller goes on
+        for each in decoding:
+            each.result()
+        hidden = iter(plan.buffer[plan.places] for plan in plans)
+        results = []
+        for location, request, facts in zip(locations, requests, all_facts, strict=True):
+            aux, values, teacher = next(hidden), next(hidden), request.teacher.numpy()
+            columns = facts["argmax"][teacher].astype(np.int64), facts["logsumexp"][teacher]
+            predictions = location.index.encoding.teacher(values, *map(torch.from_numpy, columns))
             if flaw := predictions.flaw(self.vocab_size):
                 raise OutOfRange(self._where(location), f"has {flaw}")
-            rows.append(Rows(aux, predictions))
-        return rows
+            results.append(Rows(aux, predictions))
+        return results
 
-    def _decode(self, plans: Sequence[tuple[tuple[Location, str], ChunkReads]]) -> None:
-        """Read all chunks of these tensors in one round, and decode them. Raises DamagedStore."""
-        jobs = [(key, reads, run) for key, reads in plans for run in reads.runs]
-        ranges = []
-        for (location, name), reads, run in jobs:
-            start, edges = location.index.starts[name], reads.table.edges
-            ranges.append(ByteRange(location.index.shard, start + int(edges[run.first]), start + int(edges[run.stop])))
-        data = self.files.fetch(ranges)
-        flaws = list(self._threads.map(lambda job, block: job[1].decode(job[2], block), jobs, data))
-        for ((location, name), _, _), flaw in zip(jobs, flaws, strict=True):  # after all have finished
-            if flaw:
-                raise self._damaged(location, f"{name} hidden states", flaw)
+    def _decode(self, run: Run, data: memoryview) -> None:
+        try:
+            run.decode(data)
+        except ValueError as error:
+            raise self._damaged(run.location, f"{run.name} hidden states", str(error)) from error
 
-    def _locate(self, sample_id: str) -> Location:
-        if sample_id not in self.locations:
-            raise UserError(f"{self.where}: sample {sample_id!r} is not in the store; run capture.py, which adds it")
-        return self.locations[sample_id]
-
-    def _facts(self, locations: Sequence[Location]) -> list[SampleFacts]:
-        """For some samples, read everything but the hidden states, and check it against the digests in the index."""
-        parts = iter(
-            self.files.fetch([byte_range for location in locations for byte_range in self._fact_ranges(location)])
-        )
-        facts = []
-        for location in locations:
-            small = {name: np.frombuffer(next(parts), kind) for name, kind in NUMPY_TYPES.items()}
-            if sample_digest(small.values()) != location.entry.digest:
+    def _facts(self, locations: Sequence[Location]) -> list[dict[str, np.ndarray]]:
+        """For some samples, read everything but the hidden states, by name (see NUMPY_TYPES), and check it against the
+        digests in the index."""
+        ranges = [index.range(name, rows) for index, entry in locations for name, rows in entry.parts(index.encoding)]
+        parts = iter(self.files.fetch(ranges))
+        all_facts = [{name: np.frombuffer(next(parts), kind) for name, kind in NUMPY_TYPES.items()} for _ in locations]
+        for location, facts in zip(locations, all_facts, strict=True):
+            if sample_digest(facts.values()) != location.entry.digest:
                 raise self._damaged(location, "tokens or checksums", "their digest does not fit")
-            ids, loss_mask = small["ids"].astype(np.int64), small["loss_mask"].copy()
-            tokens = Sample(location.entry.id, torch.from_numpy(ids), torch.from_numpy(loss_mask))
-            tables = {
-                name: ChunkTable(small[f"{name}_edges"], small[f"{name}_sums"], location.entry.rows(name))
-                for name in HIDDEN
-            }
-            facts.append(SampleFacts(tokens, small["argmax"], small["logsumexp"], tables))
-        return facts
+        return all_facts
 
     def _require_tokens(self, location: Location, stored: Sample, required: Sample) -> None:
         """Raises UserError unless the sample begins with these tokens."""
@@ -259,15 +220,13 @@ class HiddenStateStore:
                 f"({difference}); delete {shard}, and run capture.py, which captures its samples again"
             )
 
-    def _fact_ranges(self, location: Location) -> list[ByteRange]:
-        shard, ranges = location.index.shard, []
-        for name, part in location.entry.parts(location.index.encoding):
-            start, size = location.index.starts[name], np.dtype(NUMPY_TYPES[name]).itemsize
-            ranges.append(ByteRange(shard, start + part.start * size, start + part.stop * size))
-        return ranges
-
     def _damaged(self, location: Location, part: str, flaw: str) -> DamagedStore:
         return DamagedStore(self._where(location), f"its {part} are not what was written ({flaw})")
 
     def _where(self, location: Location) -> str:
         return f"{self.where}/{location.index.shard}: sample {location.entry.id}"
+
+
+def _tokens(location: Location, facts: dict[str, np.ndarray]) -> Sample:
+    columns = facts["ids"].astype(np.int64), facts["loss_mask"].copy()
+    return Sample(location.entry.id, *map(torch.from_numpy, columns))

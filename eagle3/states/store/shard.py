@@ -146,6 +146,11 @@ class ShardIndex(NamedTuple):
     provenance_digest: str | None  # of its store; None in a spool
     samples: tuple[SampleEntry, ...]  # after a repair, fewer than the shard holds
 
+    def range(self, name: str, rows: slice) -> ByteRange:
+        """Where some rows of a tensor are, which is not encoded."""
+        start, size = self.starts[name], np.dtype(NUMPY_TYPES[name]).itemsize
+        return ByteRange(self.shard, start + rows.start * size, start + rows.stop * size)
+
 
 def read_index(files: StoreFiles, shard: str) -> ShardIndex:
     """Raises DamagedStore."""
