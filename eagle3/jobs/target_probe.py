@@ -120,7 +120,7 @@ def _weight_bytes(known: KnownTarget) -> int | None:
             folder = Path(snapshot_download(known.target, revision=known.recipe.model.revision, local_files_only=True))
         files, index = {SAFE_WEIGHTS_NAME}, folder / SAFE_WEIGHTS_INDEX_NAME
         if index.exists() and not (folder / SAFE_WEIGHTS_NAME).exists():
-            files = {*indexed_files(known.target, index).values()}
+            files = {*indexed_files(index).values()}
         return sum((folder / file).stat().st_size for file in files)
     except OSError:
         return None

@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 import transformers
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError, StrictDataclassError
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -26,11 +25,11 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import get_tokenizer_config, tokenizer_class_from_name
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, has_file, logging
 
 from eagle3.errors import UserError, shown
 from eagle3.hub import require_folder, require_hub, require_no_draft
-from eagle3.parsing import DEEPEST, is_too_deep, parse_json
+from eagle3.parsing import DEEPEST, is_too_deep, read_json_object
 
 PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # PyTorch's formats
 MOST_LAYERS = 1000
@@ -57,7 +56,7 @@ def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> Pr
     config of that architecture's type. Raises UserError if the config cannot be read, or needs code that is neither
     installed nor allowed; the message names what is missing.
     """
-    with readable(name, "config", file="config.json"):
+    with readable(name, "config"):
         values = config_values(name, revision)
         if trust_remote_code or values.get("model_type") in (None, *CONFIG_MAPPING):
             return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
@@ -85,10 +84,6 @@ def whole_config(name: str, revision: str | None, trust_remote_code: bool) -> Pr
 def config_values(name: str, revision: str | None) -> dict:
     """The contents of config.json, without the defaults of a config class."""
     with readable(name, "config"):
-        if Path(name).is_dir() and not Path(name, "config.json").is_file():
-            raise UserError(
-                f"target {name!r}: its config.json is not there; name the folder of a whole checkpoint in model.target"
-            )
         values, _ = PretrainedConfig.get_config_dict(name, revision=revision)
     if flaw := _flaw(values):
         raise UserError(
@@ -101,8 +96,8 @@ def config_values(name: str, revision: str | None) -> dict:
 def _flaw(values: object) -> str | None:
     """What in a config.json would break this program or transformers without a word about the cause, as the end of a
     sentence that begins with the file."""
-    if not isinstance(values, dict):
-        return "holds no object"
+    if not values or not isinstance(values, dict):
+        return "is not there, or holds no object"
     if is_too_deep(values):
         return f"is nested deeper than {DEEPEST} levels"
     for key, kind in OBJECTS.items():
@@ -129,15 +124,11 @@ def weight_files(name: str, revision: str | None) -> dict[str, str] | None:
     Raises UserError if all weights are pickled, because reading them could run code, and if the index is damaged or
     names files outside the folder.
     """
-    for file in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        with contextlib.suppress(EntryNotFoundError):
-            path = fetched(name, file, revision)
-            if not path.exists():
-                continue
-            if file == SAFE_WEIGHTS_INDEX_NAME:
-                return indexed_files(name, path)
-            with safe_open(path, "pt") as weights:
-                return dict.fromkeys(weights.keys(), file)
+    if has_file(name, SAFE_WEIGHTS_NAME, revision):
+        with safe_open(fetched(name, SAFE_WEIGHTS_NAME, revision), "pt") as weights:
+            return dict.fromkeys(weights.keys(), SAFE_WEIGHTS_NAME)
+    if has_file(name, SAFE_WEIGHTS_INDEX_NAME, revision):
+        return indexed_files(fetched(name, SAFE_WEIGHTS_INDEX_NAME, revision))
     pickles = [file.name for pattern in PICKLED for file in sorted(Path(name).glob(pattern))]
     if pickles:
         raise UserError(
@@ -147,21 +138,18 @@ def weight_files(name: str, revision: str | None) -> dict[str, str] | None:
     return None
 
 
-def indexed_files(name: str, path: Path) -> dict[str, str]:
+def indexed_files(index: Path) -> dict[str, str]:
     """Read each tensor's file from the index. File names must stay in the folder, but links may lead out of it, as
     those in the hub's cache do."""
-    prefix = f"target {name!r}: its {path.name} "
-    try:
-        index = parse_json(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{prefix}is not valid JSON ({error}); copy or download it again") from error
-    files = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise UserError(f"{prefix}has no weight_map of tensors and files; copy or download it again")
+    remedy = "copy or download it again"
+    files = read_json_object(index, remedy, remedy).get("weight_map")
+    if not isinstance(files, dict):
+        raise UserError(f"{index}: has no weight_map of tensors and files; {remedy}")
     for tensor, file in files.items():
-        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or not file.endswith(".safetensors"):
+        path = PurePosixPath(str(file))
+        if path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors":
             raise UserError(
-                f"{prefix}has {shown(tensor)} in {shown(file)}, which is not a safetensors file in the checkpoint's "
+                f"{index}: has {shown(tensor)} in {shown(file)}, which is not a safetensors file in the checkpoint's "
                 "folder; do not use this checkpoint, or fix the index"
             )
     return files
@@ -172,7 +160,7 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The target's tokenizer. trust_remote_code: as in a recipe. Raises UserError if there is none."""
     name = str(name_or_path)
-    with readable(name, "tokenizer", file="tokenizer_config.json"):
+    with readable(name, "tokenizer"):
         # Pass the config; otherwise transformers reads it itself and fails on an unknown model_type.
         config = whole_config(name, revision, trust_remote_code is True)
         if not trust_remote_code and (code := tokenizer_code(name, revision)):
@@ -192,20 +180,14 @@ def tokenizer_code(name: str, revision: str | None = None) -> str | None:
     """The class, as `file.Class`, of a tokenizer that is the checkpoint's own code. None if transformers can do
     without, because it has the tokenizer's class, or there is a tokenizer.json: from other files it makes a tokenizer
     that may split text in another way."""
-    with readable(name, "tokenizer", file="tokenizer_config.json"):
+    with readable(name, "tokenizer"):
         config = get_tokenizer_config(name, revision=revision)
         files = config.get("auto_map") or {}
         classes = files.get("AutoTokenizer") if isinstance(files, dict) else files  # a list in old checkpoints
         named = [each for each in ([classes] if isinstance(classes, str) else classes or []) if isinstance(each, str)]
         if not named or tokenizer_class_from_name(config.get("tokenizer_class") or ""):
             return None
-        try:
-            whole = fetched(name, "tokenizer.json", revision).exists()
-        except LocalEntryNotFoundError:  # not in the cache, and the hub is out of reach
-            raise
-        except EntryNotFoundError:
-            whole = False
-        return None if whole else named[0]
+        return None if has_file(name, "tokenizer.json", revision) else named[0]
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:
@@ -309,11 +291,10 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList | None:
 
 
 @contextlib.contextmanager
-def readable(name: str, part: str, remedy: str | None = None, file: str | None = None) -> Iterator[None]:
+def readable(name: str, part: str, remedy: str | None = None) -> Iterator[None]:
     """Turn errors that transformers and the hub raise for an unreadable checkpoint into a one-line UserError.
 
     remedy: its end; default: the advice to name a complete checkpoint
-    file: what is read, if unexpected values in it may raise errors of other kinds
     """
     require_folder(name)
     try:
@@ -323,21 +304,13 @@ def readable(name: str, part: str, remedy: str | None = None, file: str | None =
     except UserError:
         raise
     except Exception as error:  # a damaged file can cause any exception: tokenizers raises plain Exceptions
-        if file and isinstance(error, AttributeError | KeyError | TypeError | StrictDataclassError):
-            reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
-            raise UserError(
-                f"target {name!r}: its {file} has a value that transformers {transformers.__version__} does not accept "
-                f"({type(error).__name__}: {reason}); fix it, or name another checkpoint in model.target"
-            ) from error
-        reason = f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
-        if not isinstance(error, OSError | ValueError | ImportError | RuntimeError | SafetensorError):
-            reason = f"{type(error).__name__}: {reason}"
         remedy = remedy or (
-            "name the folder of a complete checkpoint in model.target"
+            "fix it, or name the folder of a complete checkpoint in model.target"
             if Path(name).is_dir()
             else f"there is no such folder in {Path.cwd()}: name a downloaded one in model.target, or check the id, "
             "the connection and your access to it"
         )
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         raise UserError(f"target {name!r}: its {part} cannot be read ({reason}); {remedy}") from error
 
 

@@ -84,7 +84,7 @@ def read_facts(name: str, revision: str | None = None, trust_remote_code: bool =
             f"target {name!r}: {architecture or type(config).__name__} is not a causal language model of transformers; "
             "choose a decoder-only target with an lm_head (docs/new-model.md says what it must have)"
         )
-    with readable(name, "model class", file="config.json"), torch.device("meta"):
+    with readable(name, "model class"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=own_code)
     quantization = next((part["quantization_config"] for part in _parts(values) if part.get("quantization_config")), {})
     return TargetFacts(

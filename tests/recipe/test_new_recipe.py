@@ -224,7 +224,10 @@ def no_json(folder: Path) -> None:
         (changed("qwen3-8b", architectures=["Qwen3ForSequenceClassification"]), "is not a causal language model"),
         (changed("qwen3-8b", architectures=["BertForMaskedLM"], model_type="bert"), "is not a causal language model"),
         (changed("qwen3-8b", quantization_config={"quant_method": "new"}), "does not say its bits"),
-        (changed("qwen3-8b", hidden_size="4096"), "has a value that transformers"),
+        (
+            changed("qwen3-8b", hidden_size="4096"),
+            "cannot be read (StrictDataclassFieldValidationError: Validation error for field 'hidden_size'",
+        ),
         (
             changed("qwen3-8b", rope_scaling={"rope_type": "banana", "factor": 2.0}),
             "banana",
