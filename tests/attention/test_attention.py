@@ -317,14 +317,6 @@ def test_a_step_in_lower_precision_stays_within_its_rounding(topology, dtype, to
             assert _equals_definition(step, step.run(topology, block=3), tolerance)
 
 
-@pytest.mark.parametrize("k", [0, 2])
-def test_gradcheck_passes_on_a_tiny_case(topology, k):
-    """Compares with finite differences, which know nothing of softmax."""
-    rows = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 2, 3, 4, -1]), torch.arange(5)
-    step = _step(rows, k, 4, heads=2, kv_heads=1, dim=2)
-    assert torch.autograd.gradcheck(lambda *leaves: step.holding(leaves).run(topology, block=2), step.leaves)
-
-
 def test_a_pad_gives_zero_and_nothing_depends_on_what_pads_hold(topology):
     """At step 0. From step 1 on, a query pad has its own keys, and nothing reads its output."""
     step = _step(_random_rows(2), 0)

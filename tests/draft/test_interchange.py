@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.interchange import exported_tensors, load_weights, read_exported, shard, whole_tensors
-from eagle3.draft.model import DraftPass, Eagle3Draft
+from eagle3.draft.interchange import load_weights, read_exported, shard, whole_tensors
+from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 
 SIZES = {"hidden_size": 16, "target_hidden_size": 20, "intermediate_size": 24, "max_position_embeddings": 64}
@@ -110,16 +110,6 @@ def test_the_file_holds_exactly_the_tensors_that_engines_load(tmp_path, topology
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "sha256_of_tensors": _digest(tensors)}
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_gate_and_up_are_the_halves_of_the_first_mlp_weight_in_this_order(topology):
-    """The layer computes silu(first half) * second half."""
-    draft = _draft(topology, 4)
-    tensors = exported_tensors(dict(draft.named_parameters()))
-    x = torch.randn(5, 16)
-    gate, up = (x @ tensors[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    expected = (torch.nn.functional.silu(gate) * up) @ tensors["midlayer.mlp.down_proj.weight"].T
-    assert torch.allclose(DraftPass(draft).mlp(x), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027], ids=oct)
@@ -311,20 +301,13 @@ def test_a_tensor_of_another_shape_is_named_with_both_shapes(not_loaded, name):
     shape = list({**NAMES, **FC_NORM}[name])
     wrong = [*shape[:-1], shape[-1] + 2]
     message = not_loaded(lambda tensors: tensors.update({name: torch.zeros(wrong)}), fc_norm=True)
-    assert name in message and str(wrong) in message and str(shape) in message
+    assert all(part in message for part in (name, str(wrong), str(shape), "model.draft.config"))
 
 
 def test_gate_and_up_of_unequal_sizes_are_refused_though_they_add_up(not_loaded):
     sizes = {"midlayer.mlp.gate_proj.weight": torch.zeros(22, 16), "midlayer.mlp.up_proj.weight": torch.zeros(26, 16)}
     message = not_loaded(lambda tensors: tensors.update(sizes))
     assert "[22, 16]" in message and "[24, 16]" in message
-
-
-def test_a_draft_of_another_hidden_size_is_refused_with_both_shapes(exported, topology):
-    other = Eagle3Draft(DraftConfig(**SIZES | {"hidden_size": 32}), topology.modules, torch.float32)
-    message = _refusal(load_weights, other, read_exported(exported), topology.tensor)
-    assert str(exported) in message and "model.draft.config" in message
-    assert "[30, 16]" in message and "[30, 32]" in message and "embed_tokens.weight" in message
 
 
 def test_missing_vocabulary_tables_are_named(exported):
@@ -362,22 +345,6 @@ def test_a_weight_that_is_not_finite_is_refused_by_its_name_whoever_exported_it(
     assert message.startswith(f"{exported / 'model.safetensors'}: midlayer.mlp.up_proj.weight ")
 
 
-def test_a_renamed_or_reshaped_tensor_is_noticed(exported):
-    path = exported / "model.safetensors"
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    for change in (
-        lambda tensors: tensors.update({"norm.weight": tensors["fc.weight"], "fc.weight": tensors["norm.weight"]}),
-        lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].t().contiguous()}),
-        lambda tensors: tensors.pop("norm.weight"),
-    ):
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, exported / "changed.safetensors", metadata=metadata)
-        with pytest.raises(UserError, match="changed after it was exported"):
-            read_exported(exported, "changed.safetensors")
-
-
 def test_equal_drafts_are_equal_files(tmp_path, topology):
     files = {(_export(tmp_path / name, _draft(topology, 0)) / "model.safetensors").read_bytes() for name in "abcdef"}
     assert len(files) == 1
@@ -408,12 +375,6 @@ def test_a_truncated_file_is_named(exported, size):
     assert str(path) in _refusal(read_exported, exported)
 
 
-@pytest.mark.parametrize("content", [b"{hidden_size: 3", b"", b"[1, 2]", b"5", b"null", b"\x80"], ids=str)
-def test_a_config_json_that_is_no_json_object_is_named(exported, content):
-    (exported / "config.json").write_bytes(content)
-    assert str(exported / "config.json") in _refusal(read_exported, exported)
-
-
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors"])
 def test_a_missing_file_is_named(exported, missing):
     (exported / missing).unlink()
@@ -441,10 +402,7 @@ def test_a_config_json_of_another_kind_of_draft_is_refused(exported, key):
 
 
 @pytest.mark.parametrize("rope", [{"rope_theta": 1e6}, {"rope_type": "default"}], ids=str)
-def test_rope_keys_left_out_mean_the_defaults_that_config_json_would_state(topology, rope):
+def test_rope_keys_left_out_mean_the_defaults_that_config_json_would_state(rope):
     """A recipe may set rope_parameters by hand."""
     config = DraftConfig(**SIZES, rope_parameters=rope)
-    whole = DraftConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 10000.0} | rope)
-    partial, complete = (Eagle3Draft(each, topology.modules, torch.float32).rope for each in (config, whole))
-    positions = torch.arange(50)
-    assert torch.equal(partial.at(positions, torch.float64).cos, complete.at(positions, torch.float64).cos)
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0} | rope

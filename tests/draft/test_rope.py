@@ -121,13 +121,6 @@ def test_fp64_rotation_turns_by_the_exact_angle(rope):
             assert abs(actual - turned * embedding.attention_scaling) < 1e-9
 
 
-def test_fp32_frequencies_are_the_formula_to_fp32_rounding():
-    """The default kind, compared with the formula rather than with transformers."""
-    rotation = RotaryEmbedding(_config(ROPES["default"])).at(torch.tensor([1]), torch.float32)
-    exact = 500000.0 ** (-torch.arange(0, 32, 2, dtype=torch.float64) / 32)
-    assert torch.allclose(rotation.sin.flatten().double().asin(), exact, rtol=1e-6, atol=0)
-
-
 @every_rope
 def test_a_draft_in_bfloat16_keeps_its_frequencies(topology, rope):
     """A buffer would be cast with the module, and rebuilt tables would inherit the rounding."""
