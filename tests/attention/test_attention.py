@@ -1,18 +1,16 @@
 """Block attention, the merging of blocks, and a TTT step's attention, compared with plain softmax and autograd in
 fp64."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import pytest
 import torch
 from live_bytes import LargestTensor
 from torch import Tensor
-from usual_blocks import block_attention, block_attention_backward
 
-from eagle3.attention.block import BlockOutput, merge_blocks
-from eagle3.attention.plain import BlockGradients, Scoring, plain_attention, plain_attention_backward
+from eagle3.attention.block import CPU, PLAIN, BlockOutput, merge_blocks
+from eagle3.attention.plain import Scoring, plain_attention, plain_attention_backward
 from eagle3.attention.ring import RingMode
 from eagle3.attention.schedule import schedule_prefix
 from eagle3.attention.ttt import KeyValue, TTTAttention
@@ -65,28 +63,22 @@ def _softmax_attention(q, k, v, seen, softcap=None):
     return torch.stack(outs, 1), torch.stack(lses, 1)
 
 
-class Path(NamedTuple):
-    """A block's forward and backward."""
-
-    forward: Callable[..., BlockOutput]
-    backward: Callable[..., BlockGradients]
-
-
-KERNEL, PLAIN = Path(block_attention, block_attention_backward), Path(plain_attention, plain_attention_backward)
-kernel_or_plain = pytest.mark.parametrize("path", [KERNEL, PLAIN], ids=["kernel", "plain"])
+kernel_or_plain = pytest.mark.parametrize("kernel", [CPU, PLAIN], ids=lambda kernel: kernel.name)
 
 
 @every_grouping
 @every_shape
 @kernel_or_plain
-def test_a_block_equals_softmax_and_its_gradients_equal_autograd(path, visibility, queries, keys, heads, kv_heads, dim):
+def test_a_block_equals_softmax_and_its_gradients_equal_autograd(
+    kernel, visibility, queries, keys, heads, kv_heads, dim
+):
     q, k, v, grad, visible, seen = _block(visibility, queries, keys, heads, kv_heads, dim)
     leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
     expected, expected_lse = _softmax_attention(*leaves, seen)
     gradients = torch.autograd.grad(expected, leaves, grad)
-    out, lse = path.forward(q, k, v, Scoring(SCALE, visibility, visible))
+    out, lse = kernel.forward(q, k, v, Scoring(SCALE, visibility, visible))
     assert _close(out, expected, 1e-13) and _close(lse, expected_lse, 1e-13)
-    actual = path.backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible))
+    actual = kernel.backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible))
     for part, gradient in zip(actual, gradients, strict=True):
         # where a query sees only one key, the gradient of the scores is pure rounding
         assert part.shape == gradient.shape and (part - gradient).abs().max() < 1e-12
@@ -96,7 +88,7 @@ def test_a_block_equals_softmax_and_its_gradients_equal_autograd(path, visibilit
 @every_shape
 def test_a_softcap_changes_scaled_scores_before_the_softmax(visibility, queries, keys, heads, kv_heads, dim):
     q, k, v, _, visible, seen = _block(visibility, queries, keys, heads, kv_heads, dim)
-    actual = block_attention(q, k, v, Scoring(SCALE, visibility, visible, 0.8))
+    actual = plain_attention(q, k, v, Scoring(SCALE, visibility, visible, 0.8))
     for part, expected in zip(actual, _softmax_attention(q, k, v, seen, 0.8), strict=True):
         assert _close(part, expected, 1e-13)
 
@@ -118,15 +110,15 @@ def _rounded_once(actual, expected, dtype, noise=1e-5):
 @half_precision
 @kernel_or_plain
 @pytest.mark.parametrize(("visibility", "queries", "keys"), [*SHAPES, ("causal", 400, 400), ("full", 300, 500)])
-def test_a_block_in_half_precision_is_fp32_arithmetic_rounded_once(visibility, queries, keys, path, dtype):
+def test_a_block_in_half_precision_is_fp32_arithmetic_rounded_once(visibility, queries, keys, kernel, dtype):
     q, k, v, grad, visible, seen = _block(visibility, queries, keys, 4, 2, 8, dtype)
     leaves = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     expected, expected_lse = _softmax_attention(*leaves, seen)
     gradients = torch.autograd.grad(expected, leaves, grad.double())
-    out, lse = path.forward(q, k, v, Scoring(SCALE, visibility, visible))
+    out, lse = kernel.forward(q, k, v, Scoring(SCALE, visibility, visible))
     assert _rounded_once(out, expected, dtype) and lse.dtype == torch.float32 and _close(lse, expected_lse, 1e-5)
     # fed with the exact out, because a rounded one would show in sum(grad * out)
-    actual = path.backward(grad, q, k, v, expected.detach(), lse, Scoring(SCALE, visibility, visible))
+    actual = kernel.backward(grad, q, k, v, expected.detach(), lse, Scoring(SCALE, visibility, visible))
     for part, gradient in zip(actual, gradients, strict=True):
         assert _rounded_once(part, gradient, dtype, noise=2e-5)
 
@@ -165,16 +157,16 @@ def test_the_plain_path_holds_no_more_scores_than_its_chunk(visibility):
 def test_merged_parts_of_the_keys_equal_one_block_forward_and_backward(heads, kv_heads, dim):
     """Each part's backward with the merged out and lse is its exact share: dq adds up, dk and dv lie side by side."""
     q, k, v, grad, _, _ = _block("full", 6, 31, heads, kv_heads, dim)
-    whole = block_attention(q, k, v, Scoring(SCALE, "full"))
+    whole = CPU.forward(q, k, v, Scoring(SCALE, "full"))
     parts = [slice(0, 1), slice(1, 17), slice(17, 31)]
-    outputs = [block_attention(q, k[part], v[part], Scoring(SCALE, "full")) for part in parts]
+    outputs = [CPU.forward(q, k[part], v[part], Scoring(SCALE, "full")) for part in parts]
     for order in ((0, 1, 2), (2, 0, 1)):
         merged = outputs[order[0]]
         for index in order[1:]:
             merged = merge_blocks(merged, outputs[index])
         assert _close(merged.out, whole.out, 1e-13) and _close(merged.lse, whole.lse, 1e-13)
-    expected = block_attention_backward(grad, q, k, v, *whole, Scoring(SCALE, "full"))
-    shares = [block_attention_backward(grad, q, k[part], v[part], *merged, Scoring(SCALE, "full")) for part in parts]
+    expected = CPU.backward(grad, q, k, v, *whole, Scoring(SCALE, "full"))
+    shares = [CPU.backward(grad, q, k[part], v[part], *merged, Scoring(SCALE, "full")) for part in parts]
     assert _close(sum(each.q for each in shares), expected.q, 1e-12)
     assert _close(torch.cat([each.k for each in shares]), expected.k, 1e-12)
     assert _close(torch.cat([each.v for each in shares]), expected.v, 1e-12)

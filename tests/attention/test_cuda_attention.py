@@ -22,7 +22,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from usual_blocks import block_attention, block_attention_backward
 
 from eagle3.attention import block as blocks
 from eagle3.attention import cuda
@@ -109,8 +108,9 @@ def test_a_block_on_cuda_has_the_shapes_and_number_formats_of_its_inputs_and_nev
     exact = torch.promote_types(dtype, torch.float32)
     with _cuda_without_gpu():
         q, grad, k, v, visible = _inputs(visibility, queries, keys, heads, kv_heads, dim, dtype, "cuda")
-        out, lse = block_attention(q, k, v, Scoring(SCALE, visibility, visible))
-        gradients = block_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible))
+        kernel, block = usual_kernels(q.device, dtype, dim).of(visibility, None), Scoring(SCALE, visibility, visible)
+        out, lse = kernel.forward(q, k, v, block)
+        gradients = kernel.backward(grad, q, k, v, out, lse, block)
     for actual, like in ((out, q), *zip(gradients, (q, k, v), strict=True)):
         assert actual.shape == like.shape and actual.dtype == dtype and actual.device.type == "cuda"
     assert lse.shape == (queries, heads) and lse.dtype == exact and lse.device.type == "cuda"
@@ -134,14 +134,15 @@ def test_a_block_on_cuda_has_the_shapes_and_number_formats_of_its_inputs_and_nev
     ],
 )
 def test_the_named_kernel_is_the_one_that_runs(device, dtype, dim, visibility, softcap, kernel):
-    assert usual_kernels(torch.device(device), dtype, dim, softcap).of(visibility, 5).name == kernel
+    usual = usual_kernels(torch.device(device), dtype, dim, softcap).of(visibility, 5)
+    assert usual.name == kernel
     operators = {"flash": (FLASH, FLASH_BACKWARD), "efficient": (EFFICIENT, EFFICIENT_BACKWARD)}
     with _cuda_without_gpu():
         q, grad, k, v, visible = _inputs(visibility, 16, 16, 4, 2, dim, dtype, device)
         with _Calls() as calls:
-            out, lse = block_attention(q, k, v, Scoring(SCALE, visibility, visible, softcap, 5))
+            out, lse = usual.forward(q, k, v, Scoring(SCALE, visibility, visible, softcap, 5))
             if softcap is None:  # else there is no backward
-                block_attention_backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible, window=5))
+                usual.backward(grad, q, k, v, out, lse, Scoring(SCALE, visibility, visible, window=5))
     fused = [func for func in calls.operators if "_attention" in str(func) and "cpu" not in str(func)]
     assert tuple(fused) == operators.get(kernel, ())
 
@@ -255,7 +256,7 @@ def test_a_band_is_one_call_of_flash_whose_last_query_is_at_the_last_key(window,
     with _cuda_without_gpu():
         q, _, k, v, _ = _inputs("full", 40, 64, 6, 2, 16, torch.bfloat16, "cuda")
         with _Calls() as calls:
-            block_attention(q, k, v, Scoring(SCALE, "banded", window=window))
+            blocks.FLASH.forward(q, k, v, Scoring(SCALE, "banded", window=window))
     arguments = calls.arguments[FLASH]
     assert (arguments["max_q"], arguments["max_k"], arguments["is_causal"]) == (40, 64, causal)
     assert (arguments["window_size_left"], arguments["window_size_right"]) == (left, None if left is None else 0)
