@@ -11,9 +11,9 @@ import drafts
 import pytest
 import torch
 from limits import HANG_SECONDS
-from places import ROOT, SUPPORT, ZERO2
+from places import ROOT, ZERO2
 from safetensors.torch import load_file, save_file
-from sglang_cpu.environment import sglang_environment
+from sglang_case import cpu_environment, in_sglang
 from test_rope import ROPES
 from tiny_run import make_target, write_recipe
 from torch import Tensor
@@ -33,9 +33,7 @@ VOCABULARY, DRAFT_VOCABULARY = 300, 200  # neither is a multiple of SGLang's pad
 
 @pytest.fixture(scope="module", autouse=True)
 def sglang_on_cpu():
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in sglang_environment().items():
-            patch.setenv(name, value)
+    with cpu_environment():
         yield
 
 
@@ -112,10 +110,7 @@ def verdicts(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
     other = shutil.copytree(whole, work / "other_class")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
-    command = [sys.executable, str(SUPPORT / "draft_check_worker.py"), *map(str, [*folders, other])]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=HANG_SECONDS)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
+    return in_sglang("tests/support/sglang_says.py", "drafts", *folders, other)
 
 
 @pytest.mark.parametrize(

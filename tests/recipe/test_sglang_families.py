@@ -3,19 +3,15 @@ are known."""
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from family_run import run_recipe
 from family_targets import VOCABULARY, architecture, make_family_target, with_class
-from limits import HANG_SECONDS
-from places import FAMILIES, RECIPES, ROOT
+from places import FAMILIES, RECIPES
 from safetensors.torch import load_file, save_file
-from sglang_case import capturing_server, hook_of, largest_errors, target_behind
-from sglang_cpu.environment import sglang_environment
+from sglang_case import capturing_server, hook_of, in_sglang, largest_errors, target_behind
 from test_sglang_capture import ALLOWED
 
 from eagle3.draft.config import DraftConfig
@@ -51,20 +47,6 @@ EPS_OF_ITS_OWN = ("glm-4.7-flash", "kimi-k2.5")
 ROUNDS_MORE = ("kimi-k2.5", "gemma-4-31b", "gemma-4-26b-a4b", "qwen3-next-80b-a3b", "qwen3.5-27b", "qwen3.5-35b-a3b")
 
 
-def in_sglang(*command: str) -> list | dict:
-    """What a process that imports SGLang prints in its last line."""
-    run = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT,
-        env=sglang_environment(),
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-    )
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
 def verdicts(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
     """For each recipe, the exit code and line of the check of its export."""
@@ -73,7 +55,7 @@ def verdicts(topology, tmp_path_factory) -> dict[str, tuple[int, str]]:
         (work / recipe).mkdir()
         run_recipe(recipe, make_family_target(recipe, work / recipe / "target"), work / recipe, topology)
         (work / recipe / "run" / "export").rename(exports / recipe)
-    return in_sglang("tests/support/draft_check_worker.py", *(str(exports / recipe) for recipe in with_class()))
+    return in_sglang("tests/support/sglang_says.py", "drafts", *(exports / recipe for recipe in with_class()))
 
 
 @pytest.mark.parametrize("recipe", with_class())
@@ -99,7 +81,7 @@ def test_the_targets_that_take_a_draft_are_those_that_sglang_has():
 def test_the_default_layers_are_those_that_sglang_captures_for_a_draft_that_names_none():
     types = {architecture(recipe): target_config(FAMILIES / recipe).model_type for recipe in with_class()}
     served = sorted(types.keys() & EAGLE3_TARGETS)
-    captured = in_sglang("tests/support/sglang_default_layers_worker.py", *served)
+    captured = in_sglang("tests/support/sglang_says.py", "layers", *served)
     assert captured == {name: list(default_aux_layers(48, types[name])) for name in served}
 
 
@@ -164,7 +146,7 @@ def test_sglang_rotates_every_draft_as_training_does_at_the_size_of_the_model(tm
         draft = shape_draft(read, target)
         (tmp_path / recipe).mkdir()
         (tmp_path / recipe / "config.json").write_text(json.dumps(draft.to_json("bfloat16")))
-    results = in_sglang("tests/support/rotation_worker.py", *(str(tmp_path / recipe) for recipe in with_class()))
+    results = in_sglang("tests/support/sglang_says.py", "rotations", *(tmp_path / recipe for recipe in with_class()))
     assert {recipe: of_recipe["apart"] for recipe, of_recipe in results.items()} == dict.fromkeys(with_class(), None)
 
 
@@ -191,6 +173,6 @@ def test_the_rotation_at_the_last_of_a_million_positions_is_sglangs_bit_for_bit(
         (tmp_path / name).mkdir()
         draft = DraftConfig(**sizes, **heads, rope_parameters=rope)
         (tmp_path / name / "config.json").write_text(json.dumps(draft.to_json("float32")))
-    results = in_sglang("tests/support/rotation_worker.py", *(str(tmp_path / name) for name in ropes))
+    results = in_sglang("tests/support/sglang_says.py", "rotations", *(tmp_path / name for name in ropes))
     assert {name: each["differing"] for name, each in results.items()} == dict.fromkeys(ropes, 0)
     assert max(each["error"] for each in results.values()) < 1 / 16

@@ -1,12 +1,18 @@
 """What tests of real SGLang share: its environment, capturing servers of tiny targets, and a target that uses them."""
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from limits import HANG_SECONDS
+from places import ROOT
 from sglang_cpu.environment import sglang_environment
 
 from eagle3.states.rows import Rows
@@ -31,6 +37,14 @@ def cpu_environment(tensor: int = 1) -> Iterator[None]:
         for name, value in sglang_environment(tensor).items():
             patch.setenv(name, value)
         yield
+
+
+def in_sglang(*command: object) -> Any:
+    """What a script that imports SGLang prints in its last line."""
+    words, streams = [sys.executable, *map(str, command)], {"capture_output": True, "text": True}
+    run = subprocess.run(words, cwd=ROOT, env=sglang_environment(), timeout=HANG_SECONDS, **streams)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def options(model: Path, **changes) -> EngineOptions:
