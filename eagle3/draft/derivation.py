@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from eagle3.draft.config import DraftConfig
-from eagle3.draft.rope_parameters import ROPE_TYPES, rope_parameters, yarn_reach
+from eagle3.draft.rope_parameters import rope_parameters, yarn_reach
 from eagle3.errors import UserError
 
 # How configs call the number of experts that a token uses.
@@ -85,12 +85,6 @@ def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
         draft_rope.pop(key, None)
     if draft_rope["rope_type"] == "proportional" and draft_rope.get("factor", 1.0) == 1.0:
         draft_rope = {key: value for key, value in draft_rope.items() if key != "factor"} | {"rope_type": "default"}
-    if not isinstance(draft_rope["rope_type"], str) or draft_rope["rope_type"] not in ROPE_TYPES:
-        raise UserError(
-            f"target config: rope_type {draft_rope['rope_type']!r} is not one that a draft can have "
-            f"({', '.join(ROPE_TYPES)}); give the draft one, for example the target's without its scaling: "
-            f"model.draft.rope_parameters='{{rope_type: default, rope_theta: {draft_rope['rope_theta']}}}'"
-        )
     return draft_rope
 
 

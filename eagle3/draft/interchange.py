@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -86,16 +87,11 @@ def shard(whole: Tensor, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
     if group.size() == 1 or not is_cut(parameter):
         return whole
     dim = parameter.partition_dim
-    runs = whole.unflatten(dim, (parameter.partition_stride, -1))
-    length = runs.shape[dim + 1]
-    size = -(-length // group.size())
-    start = min(group.rank() * size, length)
-    part = runs.narrow(dim + 1, start, min(size, length - start))
-    padding = list(part.shape)
-    padding[dim + 1] = size - part.shape[dim + 1]
-    if padding[dim + 1]:
-        part = torch.cat((part, part.new_zeros(padding)), dim + 1)
-    return part.flatten(dim, dim + 1)
+    runs = whole.unflatten(dim, (parameter.partition_stride, -1)).transpose(0, dim + 1)
+    size = -(-len(runs) // group.size())
+    part = runs[group.rank() * size :][:size].transpose(0, dim + 1)
+    missing = size - part.shape[dim + 1]
+    return F.pad(part, (0, 0) * (part.dim() - dim - 2) + (0, missing)).flatten(dim, dim + 1)
 
 
 def whole_tensors(tensors: dict[str, Tensor], draft: Eagle3Draft, group: dist.ProcessGroup) -> dict[str, Tensor]:

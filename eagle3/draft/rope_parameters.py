@@ -60,7 +60,12 @@ def _check(rope: dict[str, Any]) -> None:
             )
             for name, value in numbers.items()
         ),
-        (not isinstance(kind, str) or kind not in ROPE_TYPES, _no_such_rope(kind)),
+        (
+            not isinstance(kind, str) or kind not in ROPE_TYPES,
+            f"rope_type {shown(kind)} is not one that a draft can have ({', '.join(ROPE_TYPES)}); give it one, for "
+            "example the target's without its scaling: "
+            f"model.draft.rope_parameters='{{rope_type: default, rope_theta: {rope['rope_theta']}}}'",
+        ),
     )
     refuse(
         "draft config",
@@ -83,17 +88,13 @@ def check_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
     if "type" in rope:
         raise ValueError("type is not a key here; write rope_type")
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise ValueError(_no_such_rope(kind))
+        raise ValueError(f"rope_type {shown(kind)} is not supported; use one of {', '.join(ROPE_TYPES)}")
     needed, optional = ROPE_TYPES[kind]
     own = ("rope_type", "rope_theta", *needed, *optional)
     for name in rope:
         if name not in own:
             raise ValueError(f"{shown(name)} is not a key of rope_type {kind}, which takes {', '.join(own)}")
     return rope
-
-
-def _no_such_rope(kind: Any) -> str:
-    return f"rope_type {shown(kind)} is not supported; use one of {', '.join(ROPE_TYPES)}"
 
 
 def yarn_reach(rope: dict[str, Any]) -> int:
