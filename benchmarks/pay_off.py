@@ -206,12 +206,12 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     new_tokens = known.recipe.evaluation.new_tokens
     longest = longest_prompt(known.config.max_position_embeddings, new_tokens, max(DRAFT_TOKENS))
     buckets = sample_contexts(inputs.held_out, CONTEXTS, options.per_context, longest)
-    cells = [(bucket, drafts) for bucket in buckets for drafts in DRAFT_TOKENS]
+    cells = [(context, drafts) for context in buckets for drafts in DRAFT_TOKENS]
     found: dict[tuple[int, int], list[SpeculativeResult]] = {}
     for number in range(options.rounds):
-        for bucket, drafts in random.Random(number).sample(cells, len(cells)):
-            decoded = decode_conversations(target, drafter, bucket.prompts, Decoding(drafts, new_tokens))
-            found.setdefault((bucket.context, drafts), []).append(SpeculativeResult.over(decoded))
+        for context, drafts in random.Random(number).sample(cells, len(cells)):
+            decoded = decode_conversations(target, drafter, buckets[context], Decoding(drafts, new_tokens))
+            found.setdefault((context, drafts), []).append(SpeculativeResult.over(decoded))
         print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     return {"rows": list(predictions(found, exported.config.window)), "mark": MARK_MEASURED}
 

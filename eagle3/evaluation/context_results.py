@@ -1,9 +1,8 @@
 """What judging a draft by context gives: figures for each context, what the draft is worth there, and the fields of
 by_context.json."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import NamedTuple
 
 from pydantic import computed_field
 from pydantic.dataclasses import dataclass
@@ -20,14 +19,6 @@ class ContextAcceptance(SpeculativeResult):
     """The figures for prompts with more than context / 2 and at most `context` tokens."""
 
     context: int
-
-
-class DecodedContext(NamedTuple):
-    """The conversations of one context."""
-
-    context: int
-    decoded: Sequence[CountedConversation]
-    missing: str = "no text is of that length"  # why there are none, if there are none
 
 
 @dataclass(frozen=True)
@@ -56,18 +47,18 @@ class ContextJudgement(Conditions):
 
     @classmethod
     def over(
-        cls, contexts: Iterable[DecodedContext], conditions: Conditions, new_tokens: int, report: Say
+        cls, decoded: Mapping[int, Sequence[CountedConversation]], conditions: Conditions, new_tokens: int, report: Say
     ) -> "ContextJudgement":
-        """Sum up each context. One in which nothing was verified is left out, with a line to `report`. Raises UserError
-        if no context is left."""
+        """Sum up the conversations of each context. One in which nothing was verified is left out, with a line to
+        `report` if it has conversations. Raises UserError if no context is left."""
         measured, left_out = [], []
-        for context, decoded, missing in contexts:
-            if any(each.verifications for each in decoded):
-                measured.append(ContextAcceptance.over(decoded, conditions.seed, context=context))
+        for context, its_own in decoded.items():
+            if any(each.verifications for each in its_own):
+                measured.append(ContextAcceptance.over(its_own, conditions.seed, context=context))
                 continue
-            reason = "the target ends all with their first token" if decoded else missing
-            report(f"context {context:,}: left out, {reason}")
             left_out.append(context)
+            if its_own:
+                report(f"context {context:,}: left out, the target ends all with their first token")
         if not measured:
             raise UserError(
                 "--by-context: nothing could be measured, see above; use other conversations, or shorter --contexts"

@@ -5,7 +5,7 @@ raises the mean number of accepted drafts by LEAST_GAIN, and beyond a 95% interv
 best such change is made, and all others are tried again on top of it, so that several faults are named in turn.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import field, replace
 from typing import NamedTuple
 
@@ -124,45 +124,29 @@ def diagnose(
     faults: list[ChangeEffect] = []
     tried: list[ChangeEffect] = []
     while len(faults) < MOST_FAULTS:
-        trials = []
+        trials: dict[ChangeEffect, tuple[DraftReading, Measured]] = {}
         for change in changes(seen, around, draft_tokens):
             measured = measure(change.reading)
             interval = gain_interval(now.counts, measured.counts, seed=0)
             least = max(LEAST_GAIN, change.least_share * now.accepted)
             finding = ChangeEffect(change.name, change.remedy, now.accepted, measured.accepted, interval, least)
             report(f"{change.name}: {measured.accepted:.2f}")
-            trials.append(Trial(finding, change.reading, measured))
-        tried = tried or sorted((trial.finding for trial in trials), key=lambda finding: -finding.gain)
-        chosen = _chosen(trials)
-        if chosen is None:
+            trials[finding] = change.reading, measured
+        tried = tried or sorted(trials, key=lambda finding: -finding.gain)
+        explaining = [finding for finding in trials if finding.explains]
+        if not explaining:
             break
-        report(f"made: {chosen.finding.name}; the others again")
-        faults.append(chosen.finding)
-        if chosen.reading.texts is not seen.texts:
+        most = max(finding.gain for finding in explaining)
+        # Those that do about as much as the best. The first is the likeliest of its kind.
+        chosen, *rivals = (finding for finding in explaining if finding.gain > most - LEAST_GAIN)
+        report(f"made: {chosen.name}; the others again")
+        faults.append(replace(chosen, rivals=tuple(rival.name for rival in rivals)))
+        made, now = trials[chosen]
+        if made.texts is not seen.texts:
             around = replace(around, others=())  # one of them was chosen, and another would undo that
-        seen, now = chosen.reading, chosen.measured
+        seen = made
     evidence = evidence_of(reading.texts, own.texts, reading.exported, vocabulary, draft_tokens)
     return Diagnosis(draft_tokens, own.accepted, faults, tried, evidence, _notes(now))
-
-
-class Trial(NamedTuple):
-    """A change that was made, and what that gave."""
-
-    finding: ChangeEffect
-    reading: DraftReading
-    measured: Measured
-
-
-def _chosen(trials: Sequence[Trial]) -> Trial | None:
-    """The change to make: of those that explain the acceptance and do about as much as the best, the first, which is
-    the likeliest of its kind. None if none explains it."""
-    explaining = [trial for trial in trials if trial.finding.explains]
-    most = max((trial.finding.gain for trial in explaining), default=0.0)
-    best = [trial for trial in explaining if trial.finding.gain > most - LEAST_GAIN]
-    if not best:
-        return None
-    rivals = tuple(trial.finding.name for trial in best[1:])
-    return best[0]._replace(finding=replace(best[0].finding, rivals=rivals))
 
 
 def _notes(measured: Measured) -> list[str]:

@@ -62,7 +62,7 @@ def evidence_of(
     vocabulary: Vocabulary,
     draft_tokens: int,
 ) -> Evidence:
-    """Group the first drafts at all places. vocabulary: of the target."""
+    """Group the first drafts at all places, of which there are some. vocabulary: of the target."""
     accepted = torch.cat([each.accepted for each in forced])
     places = [len(each.accepted) for each in forced]
     first = accepted > 0
@@ -77,11 +77,11 @@ def evidence_of(
     reached = [int((accepted >= step).sum()) for step in range(draft_tokens + 1)]
     kinds = {int(token): kind_of(vocabulary(int(token))) for token in tokens.unique()}
     names = [kinds[int(token)] for token in tokens]
-    quarters = entropy.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist() if len(entropy) else []
+    quarters = entropy.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
     return Evidence(
         by_position=[now / max(1, before) for before, now in zip(reached, reached[1:], strict=False)],
-        coverage=float(exported.t2d[tokens].double().mean()) if len(tokens) else 0.0,
-        by_context=_between(first, contexts, contexts_up_to(max(contexts.tolist(), default=1)), "{:,}"),
+        coverage=float(exported.t2d[tokens].double().mean()),
+        by_context=_between(first, contexts, contexts_up_to(int(contexts.max())), "{:,}"),
         by_token=_shares(
             first, [(kind, torch.tensor([name == kind for name in names])) for kind in sorted(set(names))]
         ),

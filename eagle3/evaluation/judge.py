@@ -1,6 +1,6 @@
 """Judge an exported draft with transformers: on prompts, compared with an untrained draft, or by context length."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,8 @@ from eagle3.draft.interchange import read_exported
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import first_sentence
 from eagle3.evaluation.acceptance import Decoding
-from eagle3.evaluation.context_results import ContextJudgement, DecodedContext
+from eagle3.evaluation.context_results import ContextJudgement
 from eagle3.evaluation.drafter import draft_of, untrained_draft
-from eagle3.evaluation.prompts import ContextPrompts
 from eagle3.evaluation.results import Conditions, Judgement, SpeculativeResult, over_sets
 from eagle3.evaluation.speculative import DecodedConversation, chain_drafter, decode_conversations
 from eagle3.targets.transformers import TransformersTarget
@@ -100,34 +99,32 @@ def example_texts(
 def judge_by_context(
     exported: Path,
     target: TransformersTarget,
-    buckets: Sequence[ContextPrompts],
+    buckets: Mapping[int, Sequence[Tensor]],
     groups: ProcessGroupCollection,
     decoding: Decoding,
     report: Say,
 ) -> ContextJudgement:
     """Judge the draft in folder `exported`, loaded afresh, by decoding each bucket's prompts with transformers.
 
+    buckets: as `sample_contexts` returns them
+
     A bucket is left out, with a line to `report`, if it has no prompts, if memory runs out, or if the target ends all
     its conversations with their first token. Raises UserError like `judge_export`, and if no bucket is left.
     """
     draft, d2t, conditions = _load(exported, target, groups, decoding)
     decode = partial(decode_conversations, target, chain_drafter(target, draft, d2t), report=report)
-    first = next((prompts[:1] for _, prompts in buckets if prompts), [])
-    if first:  # so that no conversation's times hold what a process does once
-        decode(first, decoding=replace(decoding, new_tokens=WARM_UP_TOKENS), report=lambda _: None)
-
-    def decoded() -> Iterator[DecodedContext]:
-        for context, prompts in buckets:
-            label, bucket = f"context {context:,}", DecodedContext(context, [])
-            if prompts:
-                report(f"{label}: {counted(len(prompts), 'prompt')}")
-                try:
-                    bucket = DecodedContext(context, decode(prompts, decoding=decoding, task=label))
-                except torch.OutOfMemoryError as error:  # keep what has been measured so far
-                    bucket = DecodedContext(context, [], f"out of memory ({first_sentence(error)})")
-            yield bucket
-
-    return ContextJudgement.over(decoded(), conditions, decoding.new_tokens, report)
+    filled = {context: prompts for context, prompts in buckets.items() if prompts}
+    first, *_ = filled.values()  # decoded before, so that no conversation's times hold what a process does once
+    decode(first[:1], decoding=replace(decoding, new_tokens=WARM_UP_TOKENS), report=lambda _: None)
+    decoded: dict[int, list[DecodedConversation]] = {context: [] for context in buckets}
+    for context, prompts in filled.items():
+        label = f"context {context:,}"
+        report(f"{label}: {counted(len(prompts), 'prompt')}")
+        try:
+            decoded[context] = decode(prompts, decoding=decoding, task=label)
+        except torch.OutOfMemoryError as error:  # keep what has been measured so far
+            report(f"{label}: left out, out of memory ({first_sentence(error)})")
+    return ContextJudgement.over(decoded, conditions, decoding.new_tokens, report)
 
 
 def _load(

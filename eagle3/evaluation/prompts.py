@@ -5,7 +5,6 @@ To judge by context length, samples are cut where an answer continues, and put i
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -140,23 +139,17 @@ def _prompt_messages(conversation: Conversation) -> list[dict]:
 # By context ----------------------------------------------------------------------------------------------------------
 
 
-class ContextPrompts(NamedTuple):
-    """The prompts of one bucket."""
-
-    context: int  # tokens of the longest prompt that belongs here
-    prompts: list[Tensor]  # int64 [P] each, with context / 2 < P <= context
-
-
 def sample_contexts(
     samples: SampleSet, contexts: Sequence[int] | None, per_context: int, longest: int, report: Say = lambda line: None
-) -> list[ContextPrompts]:
-    """Choose up to `per_context` prompts of at most `longest` tokens for each context.
+) -> dict[int, list[Tensor]]:
+    """Choose up to `per_context` prompts of at most `longest` tokens for each context: int64 [P] each, with
+    context / 2 < P <= context.
 
     A prompt is the beginning of a sample, as long as its bucket allows, and a supervised token follows it. Buckets
     share samples that are long enough for several; the others are chosen evenly over the set.
 
     contexts: ascending; None for 512, 1024, ... as far as there are prompts; if there are none, for shorter ones
-    report: gets a line if contexts are shorter
+    report: gets a line if contexts are shorter, and for each without a prompt
 
     Raises UserError if no bucket has a prompt.
     """
@@ -178,7 +171,7 @@ def prompt_contexts(
     per_context: int,
     longest: int,
     report: Say = lambda line: None,
-) -> list[ContextPrompts]:
+) -> dict[int, list[Tensor]]:
     """Like `sample_contexts`, but for whole prompts, each in the bucket of its length."""
     return _bucketed(
         [(prompt, np.array([len(prompt)])) for prompt in prompts],
@@ -199,7 +192,7 @@ def _bucketed(
     longest: int,
     report: Say,
     refusal: str,
-) -> list[ContextPrompts]:
+) -> dict[int, list[Tensor]]:
     """Sort texts into buckets. If no contexts are given, those that texts of this length have are taken, from the first
     bucket with prompts to the last.
 
@@ -217,12 +210,15 @@ def _bucketed(
             f"--by-context: no answer begins after more than {SHORTEST // 2} tokens, so shorter contexts are judged "
             "(--contexts names others)"
         )
-    prompts = [
-        ContextPrompts(bucket, [texts[index][0][: lengths[index]] for index in indices])
-        for bucket, lengths, indices in zip(buckets, cuts.T, _choose(cuts, per_context), strict=True)
-    ]
     filled = np.flatnonzero(cuts.any(0))
-    return prompts if contexts is not None else prompts[filled[0] : filled[-1] + 1]
+    kept = buckets if contexts is not None else buckets[filled[0] : filled[-1] + 1]
+    prompts = {}
+    for context, lengths, indices in zip(buckets, cuts.T, _choose(cuts, per_context), strict=True):
+        if context in kept:
+            prompts[context] = [texts[index][0][: lengths[index]] for index in indices]
+            if not indices:
+                report(f"context {context:,}: left out, no text is of that length")
+    return prompts
 
 
 def _cuts(rows: np.ndarray, buckets: Sequence[int], longest: int) -> np.ndarray:

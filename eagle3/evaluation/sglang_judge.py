@@ -98,11 +98,6 @@ class LogitFacts(NamedTuple):
     vocab_size: int  # logits per position
 
 
-class ServedResult(NamedTuple):
-    conversations: list[CountedConversation]  # one for each prompt
-    same_load: bool  # whether both servers ran at once, so that their speeds can be compared on a busy machine, too
-
-
 def judge_by_sglang(
     exported: Path,
     options: EngineOptions,
@@ -113,13 +108,14 @@ def judge_by_sglang(
     logits: LogitFacts,
     window: int | None,
     report: Callable[[str], None],
-) -> ServedResult:
+) -> tuple[list[CountedConversation], bool]:
     """Decode all prompts (int64 [P]) with a server that has the draft in folder `exported` and with one without: with
     both in turn or, if they do not fit side by side, with one after the other.
 
     window: keys that a query of the draft sees; None for all
 
-    Raises UserError if a server does not start or answer.
+    Returns one conversation for each prompt, and whether both servers ran at once, so that their speeds can be compared
+    on a busy machine, too. Raises UserError if a server does not start or answer.
     """
     attention = () if torch.cuda.is_available() or options.attention else CPU_ATTENTION
     plain_flags = [*DECODING_FLAGS, *attention]
@@ -149,7 +145,7 @@ def judge_by_sglang(
             report(
                 Warned(f"SGLang: conversation {number} (prompt of {len(prompt):,} tokens) differs from plain decoding")
             )
-    return ServedResult(conversations, same_load=bool(servers))
+    return conversations, bool(servers)
 
 
 @contextmanager

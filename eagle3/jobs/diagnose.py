@@ -15,7 +15,7 @@ from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.draft.rope_parameters import rope_parameters
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import Decoding
-from eagle3.evaluation.context_results import ContextJudgement, DecodedContext
+from eagle3.evaluation.context_results import ContextJudgement
 from eagle3.evaluation.diagnosis import Diagnosis, diagnose, measuring
 from eagle3.evaluation.drafter import check_belongs, draft_of
 from eagle3.evaluation.known_faults import DraftReading, OtherTexts, Surroundings, layers_to_keep
@@ -159,7 +159,7 @@ def _by_context(
         groups[contexts[bisect_left(contexts, len(prompt))]].append(conversation)
     decoding = decoding_of(known.recipe)
     judgement = ContextJudgement.over(
-        [DecodedContext(context, group) for context, group in groups.items() if group],
+        {context: group for context, group in groups.items() if group},
         Conditions.of("transformers", decoding, draft.window),
         decoding.new_tokens,
         console,

@@ -14,19 +14,18 @@ from eagle3.draft.config import DraftConfig, draft_digest
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import Decoding
-from eagle3.evaluation.context_results import BestRate, ContextJudgement, DecodedContext
+from eagle3.evaluation.context_results import BestRate, ContextJudgement
 from eagle3.evaluation.drafter import check_belongs
 from eagle3.evaluation.judge import judge_by_context, judge_export
 from eagle3.evaluation.prompts import (
-    ContextPrompts,
     choose_prompts,
     longest_prompt,
     prompt_contexts,
     read_prompts,
     sample_contexts,
 )
-from eagle3.evaluation.results import Conditions, Judgement, as_json, over_sets
-from eagle3.evaluation.sglang_judge import DraftTree, LogitFacts, ServedResult, judge_by_sglang
+from eagle3.evaluation.results import Conditions, CountedConversation, Judgement, as_json, over_sets
+from eagle3.evaluation.sglang_judge import DraftTree, LogitFacts, judge_by_sglang
 from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.sglang_engine import engine_options
 from eagle3.parallel.topology import Topology
@@ -142,7 +141,7 @@ def judge_contexts(
     draft = read_exported(exported)
     target = target_of(inputs.known, draft, topology, console) if tree is None else None
 
-    def judge_with(decoding: Decoding, buckets: Sequence[ContextPrompts]) -> ContextJudgement:
+    def judge_with(decoding: Decoding, buckets: Mapping[int, Sequence[Tensor]]) -> ContextJudgement:
         if target is None:
             return _serve_contexts(inputs.known, exported, tree, decoding, buckets, console)
         return judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
@@ -161,8 +160,8 @@ def judge_contexts(
 def best_rates(
     judgement: ContextJudgement,
     decoding: Decoding,
-    buckets: Sequence[ContextPrompts],
-    judge_with: Callable[[Decoding, Sequence[ContextPrompts]], ContextJudgement],
+    buckets: Mapping[int, Sequence[Tensor]],
+    judge_with: Callable[[Decoding, Mapping[int, Sequence[Tensor]]], ContextJudgement],
 ) -> list[BestRate]:
     """Decode each context's prompts with the number of draft tokens that the measured costs promise most of. decoding:
     of the judgement"""
@@ -172,7 +171,7 @@ def best_rates(
     unchanged = {0: plain, decoding.draft_tokens: {context: each.rate for context, each in judged.items()}}
     rates = {context: unchanged[drafts][context] for context, drafts in choices.items() if drafts in unchanged}
     for drafts in {*choices.values()} - unchanged.keys():
-        chosen = [bucket for bucket in buckets if choices.get(bucket.context) == drafts]
+        chosen = {context: prompts for context, prompts in buckets.items() if choices.get(context) == drafts}
         again = judge_with(replace(decoding, draft_tokens=drafts), chosen)
         rates |= {each.context: each.rate for each in again.contexts}
     return [
@@ -186,14 +185,14 @@ def _serve_contexts(
     exported: Path,
     tree: DraftTree,
     decoding: Decoding,
-    buckets: Sequence[ContextPrompts],
+    buckets: Mapping[int, Sequence[Tensor]],
     console: Console,
 ) -> ContextJudgement:
-    prompts = [prompt for bucket in buckets for prompt in bucket.prompts]
+    prompts = [*chain(*buckets.values())]
     console(f"decoding {counted(len(prompts), 'prompt')} of {counted(len(buckets), 'context')} by SGLang")
-    served, conditions = _serve(known, exported, tree, decoding, prompts, console)
-    conversations = iter(served.conversations)
-    decoded = [DecodedContext(context, [*islice(conversations, len(its))]) for context, its in buckets]
+    served, _, conditions = _serve(known, exported, tree, decoding, prompts, console)
+    conversations = iter(served)
+    decoded = {context: [*islice(conversations, len(its))] for context, its in buckets.items()}
     return ContextJudgement.over(decoded, conditions, decoding.new_tokens, console)
 
 
@@ -270,13 +269,13 @@ def _judge_served(
     console: Console,
 ) -> Judgement:
     """`judge`, by SGLang. sets: number of prompts of each prompt set, in order."""
-    served, conditions = _serve(known, exported, tree, decoding, prompts, console)
+    conversations, same_load, conditions = _serve(known, exported, tree, decoding, prompts, console)
     return Judgement.over(
-        served.conversations,
+        conversations,
         conditions.seed,
         **vars(conditions),
-        same_load=served.same_load,
-        sets=over_sets(sets, served.conversations, conditions.seed, console),
+        same_load=same_load,
+        sets=over_sets(sets, conversations, conditions.seed, console),
     )
 
 
@@ -287,9 +286,9 @@ def _serve(
     decoding: Decoding,
     prompts: Sequence[Tensor],
     console: Console,
-) -> tuple[ServedResult, Conditions]:
-    """Let SGLang decode the prompts (int64 [P]). Returns also under which conditions that was. Raises UserError if
-    SGLang does not serve such a draft or target, or a server does not start or answer."""
+) -> tuple[list[CountedConversation], bool, Conditions]:
+    """Let SGLang decode the prompts (int64 [P]). Returns what judge_by_sglang returns, and the conditions. Raises
+    UserError if SGLang does not serve such a draft or target, or a server does not start or answer."""
     config, draft = known.config, read_exported(exported).config
     check_belongs(draft, exported, config.vocab_size, config.hidden_size)
     require_known(draft, exported)
@@ -299,7 +298,7 @@ def _serve(
     if options.kv_tokens is None and not torch.cuda.is_available():  # otherwise SGLang takes nearly all memory
         most = max(map(len, prompts)) + decoding.new_tokens + tree.room
         options = replace(options, kv_tokens=2 * most + CPU_KV_TOKENS)
-    served = judge_by_sglang(
+    conversations, same_load = judge_by_sglang(
         exported,
         options,
         prompts,
@@ -309,7 +308,7 @@ def _serve(
         window=conditions.window,
         report=console,
     )
-    return served, conditions
+    return conversations, same_load, conditions
 
 
 def target_of(

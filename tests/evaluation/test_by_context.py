@@ -16,10 +16,10 @@ from eagle3.console import Console
 from eagle3.draft.derivation import derive_draft
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding
-from eagle3.evaluation.context_results import ContextAcceptance, ContextJudgement, DecodedContext
+from eagle3.evaluation.context_results import ContextAcceptance, ContextJudgement
 from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.intervals import ratio_intervals
-from eagle3.evaluation.prompts import ContextPrompts, prompt_contexts, sample_contexts
+from eagle3.evaluation.prompts import prompt_contexts, sample_contexts
 from eagle3.evaluation.results import Conditions, CountedConversation, as_json
 from eagle3.jobs.evaluate import ByContext, best_rates, decoding_of, judge, judge_contexts, prompts_to_judge
 from eagle3.planning.costs import Timing
@@ -41,23 +41,23 @@ def samples(*answers: list[tuple[int, int]], tokens: int = 100) -> SampleSet:
 
 
 def lengths(buckets) -> dict[int, list[int]]:
-    return {bucket.context: [len(prompt) for prompt in bucket.prompts] for bucket in buckets}
+    return {context: [len(prompt) for prompt in prompts] for context, prompts in buckets.items()}
 
 
 def test_a_prompt_is_as_long_as_its_bucket_allows_and_an_answer_goes_on_after_it():
     held_out = samples([(20, 30), (60, 70)], [(5, 9)], [(40, 41)], [])
     buckets = sample_contexts(held_out, [8, 16, 32, 64, 128], per_context=8, longest=99)
     assert lengths(buckets) == {8: [8], 16: [], 32: [29], 64: [64, 40], 128: [69]}
-    assert all(torch.equal(prompt, torch.arange(len(prompt))) for _, prompts in buckets for prompt in prompts)
+    assert all(torch.equal(prompt, torch.arange(len(prompt))) for prompts in buckets.values() for prompt in prompts)
     assert lengths(sample_contexts(held_out, [64, 128], 8, longest=62)) == {64: [62, 40], 128: []}
 
 
 def test_buckets_take_the_same_samples_where_these_are_long_enough():
     """Of ten samples, every second one is long. Two long ones are chosen, and the short bucket reuses them."""
     held_out = samples(*([(10, 90)] if number % 2 else [(10, 30)] for number in range(10)))
-    (_, short), (_, long) = sample_contexts(held_out, [32, 64], per_context=2, longest=99)
+    short, long = sample_contexts(held_out, [32, 64], per_context=2, longest=99).values()
     assert [len(prompt) for prompt in short] == [32, 32] and [len(prompt) for prompt in long] == [64, 64]
-    (_, more), _ = sample_contexts(held_out, [32, 64], per_context=7, longest=99)
+    more, _ = sample_contexts(held_out, [32, 64], per_context=7, longest=99).values()
     assert sorted(len(prompt) for prompt in more) == [29, 29, 32, 32, 32, 32, 32]
 
 
@@ -168,17 +168,14 @@ def test_a_bucket_is_counted_over_its_conversations():
 
 def test_the_tables_fit_60_columns_and_say_what_differs_and_empty_contexts_are_left_out():
     verdicts = (["identical"] * 9, ["identical", "tie"], ["mismatch"] * 12)
-    contexts = [
-        DecodedContext(size, [decoded(3, 1, verdict=each) for each in some])
+    contexts = {
+        size: [decoded(3, 1, verdict=each) for each in some]
         for size, some in zip((512, 131_072, 1_048_576), verdicts, strict=True)
-    ]
-    contexts[1:1] = [DecodedContext(1024, []), DecodedContext(2048, [decoded(), decoded()])]
+    }
+    contexts |= {1024: [], 2048: [decoded(), decoded()]}
     told = []
     judgement = ContextJudgement.over(contexts, chains_of(3), 64, told.append)
-    assert told == [
-        "context 1,024: left out, no text is of that length",
-        "context 2,048: left out, the target ends all with their first token",
-    ]
+    assert told == ["context 2,048: left out, the target ends all with their first token"]
     lines = judgement.lines()
     assert max(map(len, lines)) <= 60 and judgement.lossless is False
     assert [line.split()[-1] for line in lines[2:5]] == ["equal", "tied", "DIFFER"]
@@ -286,11 +283,11 @@ def test_contexts_are_judged_on_the_prompts_of_all_sets(run, topology, tmp_path)
     prompts, sizes = prompts_to_judge(inputs, files, recipe.evaluation.draft_tokens)
     assert sizes == {"riddles": 3, "sums": 1}
     buckets = prompt_contexts(prompts, [16, 32, 64], 8, longest=200)
-    assert sum(len(bucket.prompts) for bucket in buckets) == 4
+    assert sum(map(len, buckets.values())) == 4
     arguments = (inputs, recipe.output.dir / "export", ByContext([16, 32, 64], 8), topology, heard)
     judgement = judge_contexts(*arguments, files=files)
     counts = {each.context: each.conversations for each in judgement.contexts}
-    assert counts == {bucket.context: len(bucket.prompts) for bucket in buckets if bucket.prompts}
+    assert counts == {context: len(prompts) for context, prompts in buckets.items() if prompts}
 
 
 def test_a_judge_of_two_sets_prints_and_writes_a_row_for_each(run, tmp_path):
@@ -367,8 +364,7 @@ def judged_by_hand(context: int, drafts: int, per_round: int, seconds: float) ->
         1.0,
         Timing(context, drafts, 0.0, seconds / 2, seconds / 2, plain=1.0),
     )
-    decoded = [DecodedContext(context, [conversation])]
-    return ContextJudgement.over(decoded, chains_of(drafts), 64, print)
+    return ContextJudgement.over({context: [conversation]}, chains_of(drafts), 64, print)
 
 
 def test_the_best_number_of_draft_tokens_is_decoded_with_where_it_pays():
@@ -378,12 +374,11 @@ def test_the_best_number_of_draft_tokens_is_decoded_with_where_it_pays():
     asked = []
 
     def judge_with(decoding, buckets):
-        asked.append((decoding.draft_tokens, [bucket.context for bucket in buckets]))
+        asked.append((decoding.draft_tokens, [*buckets]))
         return again
 
-    buckets = [ContextPrompts(512, []), ContextPrompts(1024, [])]
     judged = replace(judged, pay_off=[PayOff("by hand", cells)])
-    (best,) = best_rates(judged, Decoding(3, 64), buckets, judge_with)
+    (best,) = best_rates(judged, Decoding(3, 64), {512: [], 1024: []}, judge_with)
     assert asked == [(1, [512])]
     assert astuple(best) == (512, 1, pytest.approx(2 / 1.25), pytest.approx(2 / 1.8), 1.0)
     lines = replace(judged, best=[best]).lines()

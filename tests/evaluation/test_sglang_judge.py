@@ -198,7 +198,7 @@ def test_servers_that_do_not_fit_side_by_side_run_one_after_the_other_and_it_is_
     (tmp_path / "sitecustomize.py").write_text(NO_HALVES)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     lines = []
-    served = judge_by_sglang(
+    conversations, same_load = judge_by_sglang(
         decoded.folder / "draft",
         engine_options(decoded.folder),
         decoded.prompts[:2],
@@ -208,7 +208,7 @@ def test_servers_that_do_not_fit_side_by_side_run_one_after_the_other_and_it_is_
         window=None,
         report=lines.append,
     )
-    assert not served.same_load and [each.verdict for each in served.conversations] == ["identical"] * 2
+    assert not same_load and [each.verdict for each in conversations] == ["identical"] * 2
     (warning,) = [line for line in lines if isinstance(line, Warned)]
     assert "not measured under the same load" in warning and "adjust target.memory_fraction" in warning
     assert "the weights need more" in warning
