@@ -87,22 +87,18 @@ def _loss(run: RunRecord, name: str, title: str, key: str) -> Plot:
     alt = f"{title}: {_from_to(values)} over {len(values)} optimiser steps"
     if np.isfinite(held_out).any():
         series.append(Series(HELD_OUT, column(run.held_out, "step"), held_out, VERMILLION, "dots"))
-        alt += f"; held out it ends at {_text(held_out[-1])}"
+        alt += f"; held out it ends at {short_number(held_out[-1])}"
     axis = number_axis(loss_label(run), [each.y for each in series])
     return Plot(name, title, about_loss(run), f"{alt}.", step_axis(all_steps), axis, series)
 
 
 def _from_to(values: np.ndarray) -> str:
     tenth = max(1, len(values) // 10)
-    return f"from {_text(mean(values[:tenth]))} to {_text(mean(values[-tenth:]))}"
+    return f"from {short_number(mean(values[:tenth]))} to {short_number(mean(values[-tenth:]))}"
 
 
 def _window(values: np.ndarray) -> str:
     return f"mean of {counted(max(1, len(values) // SMOOTHED), 'step')}"
-
-
-def _text(value: float) -> str:
-    return f"{value:.3g}" if np.isfinite(value) else "unknown"
 
 
 def _step_losses(run: RunRecord, name: str, title: str, key: str) -> Plot:
@@ -128,7 +124,7 @@ def _by_ttt_step(run: RunRecord, name: str, title: str, key: str, label: str, ab
         f"TTT step {curves.shape[1]} {_from_to(curves[:, -1])}"
     )
     if len(held_out):
-        alt += f"; held out they end at {_text(held_out[-1][0])} and {_text(held_out[-1][-1])}"
+        alt += f"; held out they end at {short_number(held_out[-1][0])} and {short_number(held_out[-1][-1])}"
     axis = number_axis(label, [each.y for each in series])
     return Plot(name, title, about, f"{alt}.", step_axis(all_steps), axis, series)
 
@@ -162,7 +158,7 @@ def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
     return Plot(
         *(name, title, ABOUT_POSITIONS),
         f"{title}, from the first: {', '.join(f'{share:.2f}' for share in shares)}.",
-        Axis("draft position", 0.8, places[-1] + 0.2, FixedLocator(places), "{:.0f}".format),
+        Axis("draft position", 0.8, places[-1] + 0.2, FixedLocator(places)),
         share_axis("of verifications"),
         [series],
     )
@@ -178,7 +174,7 @@ def contexts_plot(name: str, series: Sequence[Series], summary: str) -> Plot:
     title = "Acceptance length by context"
     bands = [each.band for each in series if each.band is not None]
     values = [*(each.y for each in series), *bands, np.ones(1)]
-    axis = number_axis("tokens per verification", values)._replace(tell=lambda length: f"{length:.2f}")
+    axis = number_axis("tokens per verification", values)
     contexts = context_axis("context in tokens", np.unique(np.concatenate([each.x for each in series])))
     about = (
         "Tokens produced per pass of the target, accepted drafts and its own, after contexts of up to this many tokens."
@@ -200,9 +196,8 @@ def pay_off_plot(name: str, series: Sequence[Series], about: str, summary: str) 
     """Speed-ups by context, with a level at 1, below which drafting loses."""
     title = "Speed-up by context"
     contexts = context_axis("context in tokens", np.unique(np.concatenate([each.x for each in series])))
-    loses = level("no gain", contexts, 1.0)
+    loses = level("no gain 1.00", contexts, 1.0)
     axis = number_axis("times as fast as without a draft", [each.y for each in (*series, loses)])
-    axis = axis._replace(tell=lambda gain: f"{gain:.2f}")
     return Plot(name, title, about, f"{title}: {summary}.", contexts, axis, [*series, loses])
 
 
@@ -212,7 +207,7 @@ def _held_out(run: RunRecord, name: str, title: str) -> Plot | None:
         return None
     series = [Series(HELD_OUT, steps, lengths, VERMILLION, dotted=True)]
     axis = number_axis("tokens per verification", [lengths])
-    alt = f"{title}: from {_text(lengths[0])} to {_text(lengths[-1])}."
+    alt = f"{title}: from {short_number(lengths[0])} to {short_number(lengths[-1])}."
     return Plot(name, title, ABOUT_HELD_OUT, alt, step_axis(steps), axis, series)
 
 
@@ -243,7 +238,7 @@ def _throughput(run: RunRecord, name: str, title: str, key: str) -> Plot:
     about = "Tokens of training per second, prompts included."
     plot = _of_steps(run, name, title, key, "tokens a second", about, GREEN, zero=True)
     median = float(np.nanmedian(column(run.train, key)))
-    series = [plot.series[0]._replace(label="each step"), level("median", plot.x, median)]
+    series = [plot.series[0]._replace(label="each step"), level(f"median {short_number(median)}", plot.x, median)]
     return plot._replace(series=series, alt=f"{title}: a median of {median:,.0f} tokens a second.")
 
 
@@ -253,12 +248,13 @@ def _memory(run: RunRecord, name: str, title: str, key: str) -> Plot:
     steps, alt = step_axis(all_steps), f"{title}: {np.nanmax(used):.2f} GiB"
     series = [Series("measured", *thinned(all_steps, used), BLUE)]
     if before is not None:
-        series.append(level("before the draft was made", steps, before))
+        series.append(level(f"before the draft was made {before:.2f}", steps, before))
         alt += f", of which {before:.2f} were there before the draft was made"
     if estimate is not None:
-        series.append(level("that and the planner's estimate", steps, before + estimate, ORANGE))
+        both = before + estimate
+        series.append(level(f"that and the planner's estimate {both:.2f}", steps, both, ORANGE))
         alt += f"; the planner's estimate for the draft is {estimate:.2f}"
-    axis = number_axis("GiB", [each.y for each in series], zero=True)._replace(tell=lambda size: f"{size:.2f}")
+    axis = number_axis("GiB", [each.y for each in series], zero=True)
     return Plot(name, title, f"The peak so far, {memory.get('measured') or 'in GiB'}.", f"{alt}.", steps, axis, series)
 
 
@@ -280,7 +276,6 @@ def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
         axis = context_axis(label, powers)._replace(low=least, high=most)
     else:
         axis = count_axis(label, np.concatenate(all_edges))
-    axis = axis._replace(tell=lambda tokens: f"{tokens:,.0f}")
     longest = max(data[part]["longest"] for part in known)
     alt = f"Histogram of {title.lower()}: the longest has {longest:,} tokens."
     about = "After truncation; by the middle of each bin."
@@ -320,7 +315,7 @@ OTHERS: tuple[tuple[str, str, Callable[[RunRecord, str, str], Plot | None], str]
         "positions",
         "Accepted by draft position",
         _positions,
-        "neither held-out measurements nor evaluation.json are there",
+        "evaluation.json is not there; launchers/evaluate.py writes it",
     ),
     ("contexts", "Acceptance length by context", _contexts, "launchers/evaluate.py --by-context measures it"),
     ("pay_off", "Speed-up by context", _pay_off, "launchers/evaluate.py --by-context measures and estimates it"),

@@ -19,7 +19,6 @@ MOST_POINTS = 500  # points in a series; more than a chart can show
 SMOOTHED = 20  # a trend averages over this part of the steps
 WIDE = 20  # least ratio of greatest to least value for a logarithmic axis
 MARGIN = 0.04  # share of an axis left free beyond its values
-MOST, MOST_SPREAD = 1e100, 1e12  # numbers beyond these come from a run gone wrong, and are drawn at the end of an axis
 Look = Literal["line", "pale", "dashed", "rule", "dots", "stairs"]
 
 
@@ -50,7 +49,6 @@ class Axis(NamedTuple):
     low: float
     high: float
     ticks: Locator
-    tell: Callable[[float], str]  # describes a value
     tick_name: Callable[[float], str] = tick_name
     logarithmic: bool = False
 
@@ -98,25 +96,27 @@ def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def level(label: str, x: Axis, height: float, colour: str = GREY) -> Series:
-    """A series for a level that is the same everywhere."""
+    """A level that is the same everywhere. label: names its height, too."""
     return Series(label, np.array([x.low, x.high]), np.array([height, height]), colour, "rule")
 
 
 def short_number(value: float) -> str:
-    """The value with about four digits, for example 0.3612, 21.05, 2.000, 4,012, 9.86e-5."""
+    """The value with about four digits, for example 0.3612, 21.05, 2.000, 4,012, 9.86e-5; `unknown` for nan."""
+    if not np.isfinite(value):
+        return "unknown"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return tick_name(value) if 0 < abs(value) < 1e-3 else f"{value:#.4g}"
 
 
 def step_axis(steps: np.ndarray) -> Axis:
-    return count_axis("optimiser step", steps, lambda step: f"{step:,.0f}")
+    return count_axis("optimiser step", steps)
 
 
-def count_axis(label: str, counts: np.ndarray, tell: Callable[[float], str] = tick_name) -> Axis:
+def count_axis(label: str, counts: np.ndarray) -> Axis:
     """An axis that just covers these whole numbers."""
     low, high = _ends([counts])
-    return Axis(label, low, high, MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]), tell)
+    return Axis(label, low, high, MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
 
 
 def number_axis(label: str, values: Sequence[np.ndarray], *, zero: bool = False, logarithmic: bool = False) -> Axis:
@@ -124,31 +124,31 @@ def number_axis(label: str, values: Sequence[np.ndarray], *, zero: bool = False,
     one would hide."""
     low, high = _ends(values)
     if logarithmic and low > 0 and high > WIDE * low:
-        low, high = max(low, high / MOST_SPREAD) / 1.1, high * 1.1
+        low, high = low / 1.1, high * 1.1
         ticks = LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,))
-        return Axis(label, low, high, ticks, short_number, logarithmic=True)
+        return Axis(label, low, high, ticks, logarithmic=True)
     low = min(0.0, low) if zero else low - MARGIN * (high - low)
     high += MARGIN * (high - low)
-    return Axis(label, low, high, MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]), short_number)
+    return Axis(label, low, high, MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
 
 
 def share_axis(label: str, most: float = 1.0) -> Axis:
     """An axis from 0 to `most`, in percent."""
     ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
-    return Axis(label, 0, most, ticks, "{:.1%}".format, lambda tick: f"{100 * tick:g}%")
+    return Axis(label, 0, most, ticks, lambda tick: f"{100 * tick:g}%")
 
 
 def context_axis(label: str, contexts: np.ndarray) -> Axis:
     """A logarithmic axis with a tick at each context, or at some of them if there are many."""
     every = 1 + (len(contexts) - 1) // 9
     low, high = float(contexts[0]) / 1.15, float(contexts[-1]) * 1.15
-    return Axis(label, low, high, FixedLocator(contexts[::every]), tokens_label, tokens_label, logarithmic=True)
+    return Axis(label, low, high, FixedLocator(contexts[::every]), tokens_label, logarithmic=True)
 
 
 def _ends(values: Sequence[np.ndarray]) -> tuple[float, float]:
     """The least and the greatest finite value, moved apart if they are equal."""
     finite = np.concatenate([np.ravel(each) for each in values])
-    finite = finite[np.abs(finite) <= MOST]
+    finite = finite[np.isfinite(finite)]
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
     return (low, high) if high > low else (low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5))
 
@@ -212,10 +212,7 @@ def drawn(plot: Plot, width: float = WIDTH, title: str | None = None) -> Figure:
         its_ticks.set_major_formatter(lambda value, _, name=axis.tick_name: name(value))
     axes.minorticks_off()
     groups = [list(members) for _, members in itertools.groupby(plot.series, key=lambda series: series.group)]
-    looks = [
-        (f"{its.label} {plot.y.tell(float(its.y[0]))}" if its.look == "rule" else its.label, _look(its, place))
-        for place, its in enumerate(groups[0])
-    ]
+    looks = [(its.label, _look(its, place)) for place, its in enumerate(groups[0])]
     # the other groups use the colours of the first
     looks += [(others[0].group, _look(others[0]) | {"color": GREY}) for others in groups[1:]]
     entries = [Line2D([], [], label=label, **look) for label, look in looks]
@@ -245,7 +242,7 @@ def _draw(axes: Axes, series: Series, place: int) -> None:
     dense = {"linewidth": 1} if series.look in ("line", "pale") and not dots else {}
     axes.plot(
         series.x,
-        np.clip(series.y, -MOST, MOST),
+        series.y,
         zorder=3 if dots else 2,
         clip_on=not dots,
         **_look(series, place) | dense,
