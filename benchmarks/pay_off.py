@@ -189,7 +189,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     from eagle3.draft.interchange import read_exported
     from eagle3.evaluation.acceptance import Decoding
     from eagle3.evaluation.drafter import draft_of
-    from eagle3.evaluation.prompts import longest_prompt, sample_contexts
+    from eagle3.evaluation.prompts import longest_prompt, prompts_by_context
     from eagle3.evaluation.results import SpeculativeResult
     from eagle3.evaluation.speculative import chain_drafter, decode_conversations
     from eagle3.jobs.evaluate import target_of
@@ -205,7 +205,8 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     drafter = chain_drafter(target, *draft_of(exported, target.head, topology.modules_alone))
     new_tokens = known.recipe.evaluation.new_tokens
     longest = longest_prompt(known.config.max_position_embeddings, new_tokens, max(DRAFT_TOKENS))
-    buckets = sample_contexts(inputs.held_out, CONTEXTS, options.per_context, longest)
+    texts = [(sample.ids, np.flatnonzero(sample.loss_mask)) for sample in inputs.held_out]
+    buckets = prompts_by_context(texts, CONTEXTS, options.per_context, longest)
     cells = [(context, drafts) for context in buckets for drafts in DRAFT_TOKENS]
     found: dict[tuple[int, int], list[SpeculativeResult]] = {}
     for number in range(options.rounds):

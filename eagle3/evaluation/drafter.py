@@ -102,6 +102,7 @@ class ChainDrafter:
     def propose(self, count: int, rule: AcceptanceRule) -> DrawnTokens:
         """Propose a chain of `count` drafts after the last row's next token, by as many training-time-test steps on
         that row. `rule` draws each of them."""
+        window = self.draft.draft_config.window
         assert self.draft.draft_config.holds_chain(count)
         shared = SharedKeyValue(self.prefix[None, :, : self.rows])
         draft, hidden, token, own = self.at_work, self.hidden, self.next_token, ()
@@ -110,7 +111,11 @@ class ChainDrafter:
             embedded = draft.embedded(draft.embed(token), draft.all if step else draft.queries)
             q, *key_value = draft.project(hidden, embedded, draft.rotation(self.position + step))
             own = (*own, KeyValue(*key_value)) if key_value else own
-            hidden = draft.finish(hidden, self.attention(q, shared, self._schedules(step), own))
+            # All keys in the query's window, apart from the chain's own. Nothing reads the schedule's rows.
+            first = 0 if window is None else max(0, self.rows - window + step)
+            seen = Piece(slice(0, 1), slice(first, self.rows), "full")
+            schedule = PrefixSchedule(self.position, self.position, (seen,))
+            hidden = draft.finish(hidden, self.attention(q, shared, (schedule,), own))
             drawn = rule.draw(self.draft.logits(hidden))
             token = drawn.tokens + self.d2t[drawn.tokens]
             tokens.append(token)
@@ -121,13 +126,6 @@ class ChainDrafter:
         wide = probabilities[0].new_zeros(count, self.draft.draft_config.vocab_size)
         wide[:, self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)] = torch.cat(probabilities)
         return DrawnTokens(torch.cat(tokens), wide)
-
-    def _schedules(self, step: int) -> tuple[PrefixSchedule]:
-        """Schedule of the last row's query at `step`: all keys in its window, apart from the chain's own."""
-        window = self.draft.draft_config.window
-        first = 0 if window is None else max(0, self.rows - window + step)
-        prefix = Piece(slice(0, 1), slice(first, self.rows), "full")
-        return (PrefixSchedule(self.position, self.position, (prefix,)),)  # nothing reads the schedule's rows
 
 
 NewDrafter = Callable[[int], ChainDrafter]  # makes a drafter for a conversation of at most this many tokens

@@ -106,7 +106,7 @@ def judge_by_context(
 ) -> ContextJudgement:
     """Judge the draft in folder `exported`, loaded afresh, by decoding each bucket's prompts with transformers.
 
-    buckets: as `sample_contexts` returns them
+    buckets: as `prompts_by_context` returns them
 
     A bucket is left out, with a line to `report`, if it has no prompts, if memory runs out, or if the target ends all
     its conversations with their first token. Raises UserError like `judge_export`, and if no bucket is left.

@@ -139,72 +139,34 @@ def _prompt_messages(conversation: Conversation) -> list[dict]:
 # By context ----------------------------------------------------------------------------------------------------------
 
 
-def sample_contexts(
-    samples: SampleSet, contexts: Sequence[int] | None, per_context: int, longest: int, report: Say = lambda line: None
-) -> dict[int, list[Tensor]]:
-    """Choose up to `per_context` prompts of at most `longest` tokens for each context: int64 [P] each, with
-    context / 2 < P <= context.
-
-    A prompt is the beginning of a sample, as long as its bucket allows, and a supervised token follows it. Buckets
-    share samples that are long enough for several; the others are chosen evenly over the set.
-
-    contexts: ascending; None for 512, 1024, ... as far as there are prompts; if there are none, for shorter ones
-    report: gets a line if contexts are shorter, and for each without a prompt
-
-    Raises UserError if no bucket has a prompt.
-    """
-    return _bucketed(
-        [(sample.ids, np.flatnonzero(sample.loss_mask)) for sample in samples],
-        contexts,
-        per_context,
-        longest,
-        report,
-        f"--by-context: no answer in {len(samples)} held-out samples continues after more than "
-        f"{(contexts or SHORT)[0] // 2} tokens (and at most {longest}, for the target's context); name longer "
-        "samples in data.held_out, raise data.max_length, or name shorter contexts in --contexts",
-    )
-
-
-def prompt_contexts(
-    prompts: Sequence[Tensor],
+def prompts_by_context(
+    texts: Sequence[tuple[Tensor, np.ndarray]],
     contexts: Sequence[int] | None,
     per_context: int,
     longest: int,
     report: Say = lambda line: None,
 ) -> dict[int, list[Tensor]]:
-    """Like `sample_contexts`, but for whole prompts, each in the bucket of its length."""
-    return _bucketed(
-        [(prompt, np.array([len(prompt)])) for prompt in prompts],
-        contexts,
-        per_context,
-        longest,
-        report,
-        f"--by-context: none of {len(prompts)} prompts belongs to a context, which takes those of more than half its "
-        f"length (the longest has {max(map(len, prompts))} tokens); use longer prompts, or name shorter contexts in "
-        "--contexts",
-    )
+    """Choose up to `per_context` prompts of at most `longest` tokens for each context: int64 [P] each, with
+    context / 2 < P <= context. They are the beginnings of texts, as long as the context allows.
 
+    texts: int64 [T] each, with the places where it may be cut, ascending. Contexts share texts that are long enough
+        for several; the others are chosen evenly.
+    contexts: ascending; None for 512, 1024, ... as far as there are prompts; if there are none, for shorter ones
+    report: gets a line if contexts are shorter, and for each without a prompt
 
-def _bucketed(
-    texts: Sequence[tuple[Tensor, np.ndarray]],
-    contexts: Sequence[int] | None,
-    per_context: int,
-    longest: int,
-    report: Say,
-    refusal: str,
-) -> dict[int, list[Tensor]]:
-    """Sort texts into buckets. If no contexts are given, those that texts of this length have are taken, from the first
-    bucket with prompts to the last.
-
-    texts: each with the places where it may be cut, ascending
-    refusal: message of the UserError if no bucket has a prompt
+    Raises UserError if no context has a prompt.
     """
     buckets = contexts_up_to(longest) if contexts is None else contexts
     if contexts is None and not any(_cuts(places, buckets, longest).any() for _, places in texts):
         buckets = SHORT
     cuts = np.array([_cuts(places, buckets, longest) for _, places in texts], np.int64).reshape(-1, len(buckets))
     if not cuts.any():
-        raise UserError(refusal)
+        raise UserError(
+            f"--by-context: none of {len(texts)} texts belongs to a context, which takes prompts of more than half its "
+            f"length (the longest has {max((int(each[-1]) for _, each in texts if len(each)), default=0)} tokens, and "
+            f"the target's context leaves room for {longest}); use longer texts (data.held_out, data.max_length, "
+            "--prompts), or name other contexts in --contexts"
+        )
     if buckets is SHORT:
         report(
             f"--by-context: no answer begins after more than {SHORTEST // 2} tokens, so shorter contexts are judged "

@@ -6,6 +6,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,9 +21,8 @@ from eagle3.evaluation.judge import judge_by_context, judge_export
 from eagle3.evaluation.prompts import (
     choose_prompts,
     longest_prompt,
-    prompt_contexts,
+    prompts_by_context,
     read_prompts,
-    sample_contexts,
 )
 from eagle3.evaluation.results import Conditions, CountedConversation, Judgement, as_json, over_sets
 from eagle3.evaluation.sglang_judge import DraftTree, LogitFacts, judge_by_sglang
@@ -122,8 +122,8 @@ def judge_contexts(
     decoding: Decoding | None = None,
     tree: DraftTree | None = None,
 ) -> ContextJudgement:
-    """Like `judge`, but by context length, and without printing the result. Contexts come from sample_contexts or, with
-    files, from prompt_contexts, over the prompts of all sets.
+    """Like `judge`, but by context length, and without printing the result. A held-out
+    sample is cut where an answer continues, and the prompts of all sets are taken as they are (see prompts_by_context).
 
     tree: None to decode with transformers; otherwise SGLang decodes greedily, as in `judge`, and `asked.best` is False
     """
@@ -133,11 +133,12 @@ def judge_contexts(
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")
     room = (tree or DraftTree.of(decoding.draft_tokens, 1, None)).room  # for a chain the same by both engines
     longest = longest_prompt(most, decoding.new_tokens, room)
-    if not files:
-        buckets = sample_contexts(inputs.held_out, contexts, per_context, longest, console)
-    else:
+    if files:
         prompts, _ = prompts_to_judge(inputs, files, room)
-        buckets = prompt_contexts(prompts, contexts, per_context, longest, console)
+        texts = [(prompt, np.array([len(prompt)])) for prompt in prompts]
+    else:
+        texts = [(sample.ids, np.flatnonzero(sample.loss_mask)) for sample in inputs.held_out]
+    buckets = prompts_by_context(texts, contexts, per_context, longest, console)
     draft = read_exported(exported)
     target = target_of(inputs.known, draft, topology, console) if tree is None else None
 

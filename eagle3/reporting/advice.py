@@ -106,11 +106,12 @@ def _supervised(run: RunRecord) -> Iterator[Advice]:
     data = run.started["data"]["train"]
     tokens, supervised = data["tokens"], data["supervised"]
     if supervised < LEAST_SUPERVISED * tokens:
+        last = run.key("data.supervise") == "last_turn"
+        more_turns, keys = (", or supervise every turn", ("data.supervise",)) if last else ("", ())
         yield Advice(
             f"{supervised / tokens:.1%} of the training tokens are supervised.",
-            "The rest is prompt: use data with longer answers, or supervise every turn (prepare.py --preview 3 shows "
-            "it).",
-            ("data.supervise", "data.train"),
+            f"The rest is prompt: use data with longer answers{more_turns} (prepare.py --preview 3 shows it).",
+            ("data.train", *keys),
         )
     if supervised < FEW_SUPERVISED and run.key("model.target") != "demo":  # its text is what it is
         yield Advice(

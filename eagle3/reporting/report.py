@@ -7,10 +7,8 @@ import importlib.util
 from pathlib import Path
 
 from eagle3.console import Console, waiting
-from eagle3.durable import write_bytes, write_text
 from eagle3.errors import UserError, extra_command
 from eagle3.reporting.card import Edited, write_card
-from eagle3.reporting.markdown import summary
 from eagle3.reporting.record import read_run
 
 
@@ -31,20 +29,9 @@ def write_report(path: Path) -> Path:
     """
     run = read_run(path)
     require_matplotlib()
-    # Imported here because they import matplotlib, which may be missing.
-    from eagle3.reporting.charts import charts
-    from eagle3.reporting.page import page
-    from eagle3.reporting.plot import Plot, image
+    from eagle3.reporting.page import write_page  # which imports matplotlib
 
-    plots = list(charts(run))
-    html = page(run, plots)
-    run.folder.charts.mkdir(exist_ok=True)
-    for plot in plots:
-        if isinstance(plot, Plot):
-            write_bytes(run.folder.charts / f"{plot.name}.png", image(plot, "png"))
-    write_text(run.folder.summary, summary(run))
-    write_text(run.folder.report, html)
-    return run.folder.report
+    return write_page(run)
 
 
 def write_up(run: Path, console: Console) -> None:

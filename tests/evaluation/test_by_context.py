@@ -4,12 +4,13 @@ launcher from end to end."""
 import json
 import re
 from dataclasses import astuple, replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from jobs import inputs_of
-from tiny_draft import export_as_it_is
+from tiny_draft import counted, export_as_it_is
 from tiny_run import make_target, run_script, write_recipe
 
 from eagle3.console import Console
@@ -19,8 +20,8 @@ from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.context_results import ContextAcceptance, ContextJudgement
 from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.intervals import ratio_intervals
-from eagle3.evaluation.prompts import prompt_contexts, sample_contexts
-from eagle3.evaluation.results import Conditions, CountedConversation, as_json
+from eagle3.evaluation.prompts import prompts_by_context
+from eagle3.evaluation.results import Conditions, as_json
 from eagle3.jobs.evaluate import ByContext, best_rates, decoding_of, judge, judge_contexts, prompts_to_judge
 from eagle3.planning.costs import Timing
 from eagle3.planning.payoff import Cell, PayOff
@@ -28,16 +29,18 @@ from eagle3.preflight.result_file import require_result_place
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import fingerprint
 from eagle3.targets.transformers import load_target
-from eagle3.text.samples import SampleSet
 
 
-def samples(*answers: list[tuple[int, int]], tokens: int = 100) -> SampleSet:
-    """One sample for each list of answers (begin, end); its tokens are 0, 1, 2, ..."""
-    masks = [np.zeros(tokens, bool) for _ in answers]
-    for mask, ranges in zip(masks, answers, strict=True):
-        for begin, end in ranges:
-            mask[begin:end] = True
-    return SampleSet.pack([(np.arange(tokens), mask) for mask in masks])
+def samples(*answers: list[tuple[int, int]], tokens: int = 100) -> list[tuple[torch.Tensor, np.ndarray]]:
+    """A text of the tokens 0, 1, 2, ... for each list of answers (begin, end), to be cut where these continue."""
+    return [
+        (torch.arange(tokens), np.array([place for ends in ranges for place in range(*ends)], int))
+        for ranges in answers
+    ]
+
+
+def whole(*lengths: int) -> list[tuple[torch.Tensor, np.ndarray]]:
+    return [(torch.arange(length), np.array([length])) for length in lengths]
 
 
 def lengths(buckets) -> dict[int, list[int]]:
@@ -46,47 +49,44 @@ def lengths(buckets) -> dict[int, list[int]]:
 
 def test_a_prompt_is_as_long_as_its_bucket_allows_and_an_answer_goes_on_after_it():
     held_out = samples([(20, 30), (60, 70)], [(5, 9)], [(40, 41)], [])
-    buckets = sample_contexts(held_out, [8, 16, 32, 64, 128], per_context=8, longest=99)
+    buckets = prompts_by_context(held_out, [8, 16, 32, 64, 128], per_context=8, longest=99)
     assert lengths(buckets) == {8: [8], 16: [], 32: [29], 64: [64, 40], 128: [69]}
     assert all(torch.equal(prompt, torch.arange(len(prompt))) for prompts in buckets.values() for prompt in prompts)
-    assert lengths(sample_contexts(held_out, [64, 128], 8, longest=62)) == {64: [62, 40], 128: []}
+    assert lengths(prompts_by_context(held_out, [64, 128], 8, longest=62)) == {64: [62, 40], 128: []}
 
 
 def test_buckets_take_the_same_samples_where_these_are_long_enough():
     """Of ten samples, every second one is long. Two long ones are chosen, and the short bucket reuses them."""
     held_out = samples(*([(10, 90)] if number % 2 else [(10, 30)] for number in range(10)))
-    short, long = sample_contexts(held_out, [32, 64], per_context=2, longest=99).values()
+    short, long = prompts_by_context(held_out, [32, 64], per_context=2, longest=99).values()
     assert [len(prompt) for prompt in short] == [32, 32] and [len(prompt) for prompt in long] == [64, 64]
-    more, _ = sample_contexts(held_out, [32, 64], per_context=7, longest=99).values()
+    more, _ = prompts_by_context(held_out, [32, 64], per_context=7, longest=99).values()
     assert sorted(len(prompt) for prompt in more) == [29, 29, 32, 32, 32, 32, 32]
 
 
 def test_buckets_double_as_far_as_texts_and_target_go():
     held_out = samples([(300, 2000)], [(100, 700)], tokens=3000)
-    assert lengths(sample_contexts(held_out, None, 8, longest=10_000)) == {
-        512: [512, 512],
-        1024: [1024, 699],
-        2048: [1999],
-    }
-    assert lengths(sample_contexts(held_out, None, 8, longest=900)) == {512: [512, 512], 1024: [900, 699]}
+    doubled = {512: [512, 512], 1024: [1024, 699], 2048: [1999]}
+    assert lengths(prompts_by_context(held_out, None, 8, longest=10_000)) == doubled
+    assert lengths(prompts_by_context(held_out, None, 8, longest=900)) == {512: [512, 512], 1024: [900, 699]}
 
 
 def test_a_prompt_of_a_file_belongs_to_the_bucket_of_its_length():
-    prompts = [torch.arange(length) for length in (300, 512, 600, 257, 256)]
-    assert lengths(prompt_contexts(prompts, None, 8, longest=4000)) == {512: [300, 512, 257], 1024: [600]}
-    assert lengths(prompt_contexts(prompts, None, 2, longest=4000))[512] == [300, 257], "spread evenly"
+    prompts = whole(300, 512, 600, 257, 256)
+    assert lengths(prompts_by_context(prompts, None, 8, longest=4000)) == {512: [300, 512, 257], 1024: [600]}
+    assert lengths(prompts_by_context(prompts, None, 2, longest=4000))[512] == [300, 257], "spread evenly"
 
 
 def test_texts_that_are_all_short_are_judged_at_the_contexts_that_they_have_with_a_line():
     lines = []
     held_out = samples([(40, 90)], [(50, 60)])
-    assert lengths(sample_contexts(held_out, None, 8, 4000, lines.append)) == {64: [64, 59], 128: [89]}
-    assert lengths(prompt_contexts([torch.arange(90)], None, 8, 4000, lines.append)) == {128: [90]}
+    assert lengths(prompts_by_context(held_out, None, 8, 4000, lines.append)) == {64: [64, 59], 128: [89]}
+    assert lengths(prompts_by_context(whole(90), None, 8, 4000, lines.append)) == {128: [90]}
     assert len(lines) == 2
-    with pytest.raises(UserError, match="no answer in 1 held-out samples continues after more than 8 tokens"):
-        sample_contexts(samples([(3, 7)]), None, 8, longest=4000)
-    with pytest.raises(UserError, match="none of 1 prompts .* longest has 90 tokens"):
-        prompt_contexts([torch.arange(90)], [512], 8, longest=4000)
+    with pytest.raises(UserError, match="none of 1 texts .* longest has 6 tokens, and .* room for 4000"):
+        prompts_by_context(samples([(3, 7)]), None, 8, longest=4000)
+    with pytest.raises(UserError, match="none of 1 texts .* longest has 90 tokens"):
+        prompts_by_context(whole(90), [512], 8, longest=4000)
 
 
 def clusters(conversations: int, generator: np.random.Generator) -> list[np.ndarray]:
@@ -137,42 +137,28 @@ def test_one_conversation_has_no_interval_and_two_have_all_that_they_span():
     assert ratio_intervals(np.array([[30], [20]]), np.array([10, 10]), seed=0).tolist() == [[2, 3]]
 
 
-def decoded(*accepted: int, verdict: str | None = "identical") -> CountedConversation:
-    """A conversation whose verifications accepted so many of three drafts."""
-    return CountedConversation(
-        new_tokens=1,
-        verifications=len(accepted),
-        yielded=sum(count + 1 for count in accepted),
-        accepted=[sum(count > place for count in accepted) for place in range(3)],
-        verdict=verdict,
-        plain_tokens=1,
-        seconds_speculative=1.0,
-        seconds_plain=1.0,
-    )
-
-
 def chains_of(draft_tokens: int) -> Conditions:
     return Conditions.of("transformers", Decoding(draft_tokens, 64), None)
 
 
 def test_a_bucket_is_counted_over_its_conversations():
-    bucket = ContextAcceptance.over([decoded(3, 0), decoded(1, verdict="tie"), decoded()], context=512)
+    bucket = ContextAcceptance.over([counted(3, 0), counted(1, verdict="tie"), counted()], context=512)
     assert (bucket.conversations, bucket.verifications, bucket.acceptance_length) == (3, 3, 7 / 3)
     assert bucket.position_acceptance == [2 / 3, 1 / 3, 1 / 3]
     assert bucket.interval == (2, 2.5) and bucket.position_intervals == [(0.5, 1), (0, 0.5), (0, 0.5)]
     assert bucket.of_each == [(5, 2), (2, 1), (0, 0)]
     assert (bucket.mismatches, bucket.ties, bucket.compared) == (0, 1, True)
-    alone = ContextAcceptance.over([decoded(3, 0, verdict=None)], context=512)
+    alone = ContextAcceptance.over([counted(3, 0, verdict=None)], context=512)
     assert alone.interval is alone.position_intervals is None and not alone.compared
 
 
 def test_the_tables_fit_60_columns_and_say_what_differs_and_empty_contexts_are_left_out():
     verdicts = (["identical"] * 9, ["identical", "tie"], ["mismatch"] * 12)
     contexts = {
-        size: [decoded(3, 1, verdict=each) for each in some]
+        size: [counted(3, 1, verdict=each) for each in some]
         for size, some in zip((512, 131_072, 1_048_576), verdicts, strict=True)
     }
-    contexts |= {1024: [], 2048: [decoded(), decoded()]}
+    contexts |= {1024: [], 2048: [counted(), counted()]}
     told = []
     judgement = ContextJudgement.over(contexts, chains_of(3), 64, told.append)
     assert told == ["context 2,048: left out, the target ends all with their first token"]
@@ -199,25 +185,15 @@ def run(topology, tmp_path_factory):
 
 
 def test_by_context_writes_and_prints_every_bucket(run):
-    command = [
-        "launchers/evaluate.py",
-        "--recipe",
-        str(run),
-        "--by-context",
-        "--contexts",
-        "16,32,64,128",
-        "--gpu",
-        "h200",
-    ]
-    output = run_script(*command, "--per-context", "3")
+    words = ["--by-context", "--contexts", "16,32,64,128", "--per-context", "3", "--gpu", "h200"]
+    output = run_script("launchers/evaluate.py", str(run), *words)
     folder = run.parent / "run"
     result = json.loads((folder / "by_context.json").read_text())
     assert (result["engine"], result["temperature"], result["seed"]) == ("transformers", 0, 0)
     assert (result["draft_tokens"], result["new_tokens"], result["draft"]) == (4, 12, str(folder / "export"))
     target = fingerprint(run.parent / "target")[:8]
-    assert result["target"] == f"target ({target})" and re.fullmatch(
-        r"\d+ held-out samples of [\d,]+ tokens", result["texts"]
-    )
+    assert result["target"] == f"target ({target})"
+    assert re.fullmatch(r"\d+ held-out samples of [\d,]+ tokens", result["texts"])
     assert ([each["context"] for each in result["contexts"]], result["left_out"]) == ([32, 64], [16, 128])
     assert "context 128: left out, no text is of that length" in output
     tables, pays = output.split("speed-up with", 1)
@@ -228,19 +204,13 @@ def test_by_context_writes_and_prints_every_bucket(run):
         assert len(each["position_acceptance"]) == len(each["position_intervals"]) == 4
         assert rows[str(each["context"])] == [str(each["context"]), *(f"{x:.2f}" for x in each["position_acceptance"])]
     measured, estimated = result["pay_off"]
-    assert (measured["source"], estimated["source"]) == (
-        "measured here in processor seconds",
-        "estimated for 1 x H200 by data sheet, not measured",
-    )
-    assert [(cell["context"], cell["drafts"]) for cell in measured["cells"]] == [
-        (context, drafts) for context in (32, 64) for drafts in (1, 2, 3, 4)
-    ]
+    assert measured["source"] == "measured here in processor seconds"
+    assert estimated["source"] == "estimated for 1 x H200 by data sheet, not measured"
+    assert [(cell["context"], cell["drafts"]) for cell in measured["cells"]] == [*product((32, 64), (1, 2, 3, 4))]
     for each in result["contexts"]:
         (cell,) = (cell for cell in measured["cells"] if (cell["context"], cell["drafts"]) == (each["context"], 4))
         assert cell["length"] == pytest.approx(each["acceptance_length"])
-        assert cell["break_even"] > 0 and all(
-            each["timing"][phase] > 0 for phase in ("proposing", "verifying", "plain")
-        )
+        assert min(cell["break_even"], *(each["timing"][phase] for phase in ("proposing", "verifying", "plain"))) > 0
     assert pays.count("drafting pays nowhere (batch 1") == 2, "the draft has learnt nothing"
     # a second judge must recognise this as an evaluation
     require_result_place(folder / "by_context.json")
@@ -282,12 +252,12 @@ def test_contexts_are_judged_on_the_prompts_of_all_sets(run, topology, tmp_path)
     torch.set_num_threads(1)
     prompts, sizes = prompts_to_judge(inputs, files, recipe.evaluation.draft_tokens)
     assert sizes == {"riddles": 3, "sums": 1}
-    buckets = prompt_contexts(prompts, [16, 32, 64], 8, longest=200)
-    assert sum(map(len, buckets.values())) == 4
     arguments = (inputs, recipe.output.dir / "export", ByContext([16, 32, 64], 8), topology, heard)
     judgement = judge_contexts(*arguments, files=files)
     counts = {each.context: each.conversations for each in judgement.contexts}
-    assert counts == {context: len(prompts) for context, prompts in buckets.items() if prompts}
+    assert sum(counts.values()) == 4
+    for context, count in counts.items():
+        assert count == sum(context // 2 < len(prompt) <= context for prompt in prompts)
 
 
 def test_a_judge_of_two_sets_prints_and_writes_a_row_for_each(run, tmp_path):
@@ -341,9 +311,8 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topo
     again = judged(ByContext([32, 64], 2, windows=[8], best=True))
     (windowed,) = again.other_windows
     assert replace(again, other_windows=[]) == replace(judgement, other_windows=[])
-    assert (windowed.window, windowed.trained_window) == (8, None) and windowed.lines()[1].startswith(
-        "judged with a window of 8 keys"
-    )
+    assert (windowed.window, windowed.trained_window) == (8, None)
+    assert windowed.lines()[1].startswith("judged with a window of 8 keys")
     assert [(each.context, each.drafts, each.best) for each in again.best] == [
         (each.context, 0, 1 / each.timing.plain) for each in again.contexts
     ], "the draft has learnt nothing, so none of it is best"
@@ -353,17 +322,8 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topo
 
 def judged_by_hand(context: int, drafts: int, per_round: int, seconds: float) -> ContextJudgement:
     """Ten rounds with `per_round` tokens in `seconds` each; a token takes a second without a draft."""
-    conversation = CountedConversation(
-        10 * per_round,
-        10,
-        10 * per_round,
-        [10 * (per_round > place + 1) for place in range(drafts)],
-        "identical",
-        10,
-        1.0,
-        1.0,
-        Timing(context, drafts, 0.0, seconds / 2, seconds / 2, plain=1.0),
-    )
+    timing = Timing(context, drafts, 0.0, seconds / 2, seconds / 2, plain=1.0)
+    conversation = replace(counted(*[per_round - 1] * 10, drafts=drafts), timing=timing)
     return ContextJudgement.over({context: [conversation]}, chains_of(drafts), 64, print)
 
 

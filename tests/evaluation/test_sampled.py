@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tiny_draft import as_target
+from tiny_draft import as_target, tiny_llama
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
@@ -36,9 +35,8 @@ class WithoutResidual(Sampled):
 
     def verify(self, proposal: DrawnTokens, logits: Tensor) -> Verification:
         drafts, accepted, tokens = super().verify(proposal, logits)
-        return Verification(
-            drafts, accepted, tokens[:accepted] + self.draw(logits[accepted : accepted + 1]).tokens.tolist()
-        )
+        own = self.draw(logits[accepted : accepted + 1]).tokens.tolist()
+        return Verification(drafts, accepted, tokens[:accepted] + own)
 
 
 class Pair(NamedTuple):
@@ -85,21 +83,9 @@ def rule(kind: type[Sampled], temperature: float, seed: int) -> Sampled:
 @pytest.fixture(scope="module")
 def pair(topology) -> Pair:
     torch.set_num_threads(1)  # as in every test; `topology` has just set the machine's number
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.4,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    target = as_target(LlamaForCausalLM(config))
-    shape = derive_draft(config, draft_vocab_size=len(SPOKEN), aux_layers=target.aux_layers)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3}
+    target = as_target(tiny_llama(**sizes, num_attention_heads=2, initializer_range=0.4))
+    shape = derive_draft(target.model.config, draft_vocab_size=len(SPOKEN), aux_layers=target.aux_layers)
     draft = untrained_draft(shape, target.head, topology.modules, seed=1)
     draft.lm_head.weight.mul_(20)  # so that it has opinions, if no knowledge
     return Pair(target, draft, SPOKEN - torch.arange(len(SPOKEN)))
@@ -204,12 +190,8 @@ def test_one_verification_tells_a_wrong_rule(kind):
 
 def test_nothing_after_a_sampled_eos_counts(pair, monkeypatch):
     monkeypatch.setattr(pair.target.model.generation_config, "eos_token_id", [4, 9])
-    decoded = decode_conversations(
-        pair.target,
-        chain_drafter(pair.target, pair.draft, pair.d2t),
-        [PROMPT] * 60,
-        Decoding(3, 20, temperature=1.0, seed=31),
-    )
+    decoding = Decoding(3, 20, temperature=1.0, seed=31)
+    decoded = decode_conversations(pair.target, chain_drafter(*pair), [PROMPT] * 60, decoding)
     ended = {"drafted": 0, "own": 0, "not": 0}
     for each in decoded:
         tokens, verifications = each.output.tokens, each.output.verifications

@@ -7,7 +7,6 @@ import pytest
 import torch
 from tiny_draft import as_target, random_prompts, tiny_llama
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
@@ -27,19 +26,8 @@ RULES = [GREEDY, replace(GREEDY, temperature=1.0, seed=1), replace(GREEDY, tempe
 def last_token_target() -> TransformersTarget:
     """A target whose next token depends only on the last one: no layer adds anything to the embedding, which has one
     entry for each token and a constant one. The next token is random, but never IMPOSSIBLE."""
-    config = LlamaConfig(
-        vocab_size=TOKENS,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=3,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-12,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config)
+    sizes = {"vocab_size": TOKENS, "hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 3}
+    model = tiny_llama(**sizes, num_attention_heads=1, num_key_value_heads=1, rms_norm_eps=1e-12)
     for layer in model.model.layers:
         layer.self_attn.o_proj.weight.data.zero_()
         layer.mlp.down_proj.weight.data.zero_()
@@ -122,12 +110,15 @@ def check_all_accepted(result: SpeculativeResult, decoding: Decoding) -> None:
     assert result.lossless is (True if decoding.greedy else None)
 
 
-@pytest.mark.parametrize("decoding", RULES)
-def test_the_target_as_its_own_draft_has_every_token_accepted(decoding):
+def decode_by_itself(decoding: Decoding, **options: int) -> SpeculativeResult:
     target = as_target(tiny_llama(), torch.float64)
     prompts = [torch.cat((torch.tensor([7]), prompt)) for prompt in random_prompts(3)]
-    _, result = decode(target, lambda _: TargetDrafter(target, first=7), prompts, decoding)
-    check_all_accepted(result, decoding)
+    return decode(target, lambda _: TargetDrafter(target, first=7, **options), prompts, decoding)[1]
+
+
+@pytest.mark.parametrize("decoding", RULES)
+def test_the_target_as_its_own_draft_has_every_token_accepted(decoding):
+    check_all_accepted(decode_by_itself(decoding), decoding)
 
 
 @pytest.mark.parametrize("decoding", RULES)
@@ -153,9 +144,7 @@ def test_a_draft_that_is_always_wrong_accepts_nothing(topology, decoding):
 
 
 def test_greedy_drafts_one_beside_the_targets_choice_are_all_rejected():
-    target = as_target(tiny_llama(), torch.float64)
-    prompts = [torch.cat((torch.tensor([7]), prompt)) for prompt in random_prompts(3)]
-    _, result = decode(target, lambda _: TargetDrafter(target, first=7, shift=1), prompts, GREEDY)
+    result = decode_by_itself(GREEDY, shift=1)
     assert result.acceptance_length == 1.0 and result.lossless
 
 

@@ -57,6 +57,7 @@ def test_the_serving_commands_name_target_draft_and_context(run):
     vllm = command(text, "vllm serve")
     assert vllm[2] == "acme/tiny-8B" and vllm[-2:] == ["--max-model-len", "8192"]
     assert json.loads(vllm[4]) == {"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": 4}
+    assert "was not run in vLLM" in text and "- sglang\n" in text and "- vllm\n" not in text, "nor claimed in a tag"
 
 
 def test_the_card_says_what_the_draft_is_worth_and_serves_it_so(run):
@@ -83,7 +84,14 @@ def test_the_card_says_what_the_draft_is_worth_and_serves_it_so(run):
 def test_the_card_names_windows_that_were_judged_and_serves_the_drafts_own(run):
     """A window of 64 gains nothing by either number of draft tokens, and is not what the draft is served with."""
     judged = json.loads(run.by_context.read_text(encoding="utf-8"))
-    windowed = judged | {"window": 64, "trained_window": None, "pay_off": lossy(judged["pay_off"])}
+    lossy = [
+        {
+            "source": f"{each['source']}, with a window of 64 keys",
+            "cells": [cell | {"break_even": 9.0} for cell in each["cells"]],
+        }
+        for each in judged["pay_off"]
+    ]
+    windowed = judged | {"window": 64, "trained_window": None, "pay_off": lossy}
     change(run.by_context, other_windows=[windowed])
     text = card(run)
     assert "4 drafted tokens, greedy, with a window of 64 keys):" in text
@@ -94,22 +102,6 @@ def test_the_card_names_windows_that_were_judged_and_serves_the_drafts_own(run):
     assert "with a window of 64 keys):" in card(run) and "highest mean speed-up" not in card(run)
     change(run.by_context, window=None, trained_window=None)
     assert "by this, serve the target without the draft." in card(run)
-
-
-def lossy(pay_offs):
-    """By another window, and worth nothing."""
-    return [
-        {
-            "source": f"{each['source']}, with a window of 64 keys",
-            "cells": [cell | {"break_even": 9.0} for cell in each["cells"]],
-        }
-        for each in pay_offs
-    ]
-
-
-def test_the_card_says_what_was_checked_of_vllm_and_claims_no_more_in_its_tags(run):
-    text = card(run)
-    assert "was not run in vLLM" in text and "- sglang\n" in text and "- vllm\n" not in text
 
 
 def test_the_card_has_the_runs_results_and_their_conditions(run):
@@ -251,20 +243,14 @@ def test_a_card_is_written_anew_until_somebody_edits_it(run):
     assert run.card.read_text(encoding="utf-8") == edited
 
 
-def test_a_draft_judged_by_context_alone_is_not_called_unjudged(run):
-    run.evaluation.unlink()
-    assert "Real speculative decoding was measured by context only" in card(run)
-
-
-def test_what_is_known_beyond_the_training_lengths_is_said(run):
-    assert "longer than 8,192 tokens; beyond that nothing is known of it" in card(run)
+def test_what_was_not_measured_is_said(run):
+    beyond, unmeasured = "tokens; beyond that", "Acceptance at long contexts was not measured"
+    text = card(run)
+    assert f"longer than 8,192 {beyond} nothing is known of it" in text and unmeasured not in text
     data = started()["data"]
     change(run.run, data=data | {"train": data["train"] | {"longest": 512}})
-    assert "longer than 512 tokens; beyond that only the table by context shows how it does" in card(run)
-
-
-def test_a_short_judgement_is_not_sold_as_a_long_one(run):
-    assert "Acceptance at long contexts was not measured" not in card(run)
+    assert f"longer than 512 {beyond} only the table by context shows how it does" in card(run)
+    run.evaluation.unlink()
+    assert "Real speculative decoding was measured by context only" in card(run)
     run.by_context.unlink()
-    assert "Acceptance at long contexts was not measured" in card(run)
-    assert not read_run(run.path).by_context
+    assert unmeasured in card(run)

@@ -8,21 +8,19 @@ import pytest
 import yaml
 from report_case import by_context, change, write_json, write_run
 
-from eagle3.errors import UserError
-from eagle3.reporting.compare import (
-    compared_plots,
-    contexts_table,
-    read_compared,
-    runs_table,
-    write_comparison,
-)
+from eagle3.reporting.compare import compared_plots, contexts_table, read_compared, runs_table, write_comparison
 from eagle3.reporting.record import measured_curve
 
 COURSES = {f"{name}-by-{over}" for name in ("loss", "held-out-acceptance") for over in ("step", "tokens")}
 
 
-def test_runs_are_compared_in_one_table_and_one_chart(report, tmp_path):
-    short, long = (write_run(tmp_path / name, steps=3) for name in ("a", "b"))
+@pytest.fixture
+def pair(tmp_path):
+    return [write_run(tmp_path / name, steps=3) for name in ("one", "other")]
+
+
+def test_runs_are_compared_in_one_table_and_one_chart(report, pair, tmp_path):
+    short, long = pair
     write_json(short.by_context, by_context([3.0, 2.5, 2.0, 1.5, 1.0]))
     write_json(long.by_context, by_context([2.9, 2.9, 2.9, 2.9, 2.9], half=0.05) | {"seed": 1})
     out = tmp_path / "out"
@@ -58,16 +56,13 @@ def test_the_courses_of_two_runs_are_their_own_numbers_by_step_and_by_supervised
             for group, kind in by_kind.items():
                 expected = [(record["step"], record[key]) for record in records if record["kind"] == kind]
                 for along, tokens in (("step", 1), ("tokens", 800)):  # 800 supervised tokens a step
-                    drawn = next(
-                        each
-                        for each in plots[f"{name}-by-{along}"].series
-                        if (each.label, each.group) == (label, group)
-                    )
+                    series = plots[f"{name}-by-{along}"].series
+                    (drawn,) = (each for each in series if (each.label, each.group) == (label, group))
                     assert [*zip(drawn.x, drawn.y, strict=True)] == [(step * tokens, value) for step, value in expected]
 
 
-def test_runs_without_acceptance_by_context_are_compared_and_what_is_missing_is_said(report, tmp_path):
-    one, other = (write_run(tmp_path / name, steps=3) for name in ("one", "other"))
+def test_runs_without_acceptance_by_context_are_compared_and_what_is_missing_is_said(report, pair, tmp_path):
+    one, other = pair
     one.by_context.unlink()
     code, printed, _ = report("--compare", one.path, other.path, "--out", tmp_path / "out")
     assert code == 0 and "No acceptance by context for one: launchers/evaluate.py --by-context measures it." in printed
@@ -78,8 +73,8 @@ def test_runs_without_acceptance_by_context_are_compared_and_what_is_missing_is_
     assert not list((tmp_path / "none").glob("acceptance-by-context*"))
 
 
-def test_runs_that_minimise_different_losses_are_compared_with_a_warning(tmp_path):
-    one, other = (write_run(tmp_path / name, steps=3) for name in ("one", "other"))
+def test_runs_that_minimise_different_losses_are_compared_with_a_warning(pair):
+    one, other = pair
     recipe = yaml.safe_load(other.recipe.read_text(encoding="utf-8"))
     recipe["training"]["step_decay"] = 1.0
     other.recipe.write_text(yaml.safe_dump(recipe), encoding="utf-8")
@@ -95,34 +90,27 @@ def test_a_runs_name_is_text_in_table_and_chart(report, tmp_path):
     assert report("--compare", run.path, "--out", out, "--names", "a|[b](c) <img> $\\frac$")[0] == 0
     page = (out / "comparison.html").read_text(encoding="utf-8")
     assert "<img>" not in page and "a|[b](c) &lt;img&gt; $" in page
-    rows = (out / "acceptance-by-context.md").read_text(encoding="utf-8").splitlines()
-    assert (
-        rows[0] == r"| context | a\|\[b\](c) \<img\> \$\\frac\$ |" and r"target x\](javascript:y)\|\<b\>; " in rows[-1]
-    )
+    head, *_, note = (out / "acceptance-by-context.md").read_text(encoding="utf-8").splitlines()
+    assert head == r"| context | a\|\[b\](c) \<img\> \$\\frac\$ |" and r"target x\](javascript:y)\|\<b\>; " in note
 
 
 @pytest.mark.parametrize("names", ["one", "one,one", ",two", "one,two,three"])
-def test_names_that_do_not_tell_runs_apart_are_refused(report, tmp_path, names):
+def test_names_that_do_not_tell_runs_apart_are_refused(refused, tmp_path, names):
     runs = [write_run(tmp_path / name, steps=3).path for name in ("a", "b")]
-    code, _, error = report("--compare", *runs, "--out", tmp_path / "out", "--names", names)
-    assert code == 2 and error.count("\n") == 1 and "2 runs need 2 different names; write --names name1,name2" in error
+    error = refused("report.py", "--compare", *runs, "--out", tmp_path / "out", "--names", names)
+    assert f"--names {names}: 2 runs need 2 different names; write --names name1,name2" in error
 
 
-def test_a_run_is_not_compared_with_itself(report, tmp_path):
-    run = write_run(tmp_path / "one", steps=3).path
-    code, _, error = report("--compare", run, f"{run}/../one", "--out", tmp_path / "out")
-    assert code == 2 and error.count("\n") == 1 and "this run is named twice" in error
-
-
-def test_a_damaged_measurement_is_not_compared(report, tmp_path):
-    run = write_run(tmp_path / "mine", steps=3)
+def test_a_run_is_compared_neither_with_itself_nor_with_no_run_nor_by_a_damaged_measurement(refused, tmp_path):
+    run, compare = write_run(tmp_path / "one", steps=3), ("report.py", "--out", tmp_path / "out", "--compare")
+    assert "this run is named twice" in refused(*compare, run.path, f"{run.path}/../one")
+    assert "holds no run" in refused(*compare, run.path, tmp_path)
     run.by_context.write_text(run.by_context.read_text(encoding="utf-8").replace("2.9", "3.9"), encoding="utf-8")
-    code, _, error = report("--compare", run.path, "--out", tmp_path / "out")
-    assert code == 2 and error.count("\n") == 1 and "by_context.json: damaged" in error
+    assert "by_context.json: damaged" in refused(*compare, run.path)
 
 
-def test_a_measurement_of_another_draft_is_named_and_not_compared(report, tmp_path):
-    one, other = (write_run(tmp_path / name, steps=3) for name in ("one", "other"))
+def test_a_measurement_of_another_draft_is_named_and_not_compared(report, pair, tmp_path):
+    one, other = pair
     change(other.export / "config.json", max_position_embeddings=4096)
     shutil.copy(other.by_context, one.by_context)
     code, tables, _ = report("--compare", one.path, other.path, "--out", tmp_path / "out")
@@ -131,8 +119,8 @@ def test_a_measurement_of_another_draft_is_named_and_not_compared(report, tmp_pa
     assert "No acceptance by context for one: " in tables and "other: by" not in tables
 
 
-def test_runs_measured_in_different_ways_are_compared_with_a_warning(tmp_path):
-    one, other = (write_run(tmp_path / name, steps=3) for name in ("one", "other"))
+def test_runs_measured_in_different_ways_are_compared_with_a_warning(pair, tmp_path):
+    one, other = pair
     change(other.by_context, temperature=0.8)
     contexts = json.loads(other.by_context.read_text(encoding="utf-8"))["contexts"]
     change(other.by_context, contexts=[contexts[0], contexts[4] | {"interval": None}])
@@ -148,11 +136,3 @@ def test_runs_measured_in_different_ways_are_compared_with_a_warning(tmp_path):
     assert "| 1k | 2.80 [2.70, 2.90] (300) | – |" in written and "| 2.70 (300) |" in written
     assert measured_curve(compared[1].run.by_context).contexts.tolist() == [512, 8192]
     write_comparison(compared, tmp_path / "out")
-
-
-def test_a_folder_without_a_run_and_names_that_do_not_fit_are_refused(tmp_path):
-    run = write_run(tmp_path / "run", steps=3)
-    with pytest.raises(UserError, match="--names a,b"):
-        read_compared([run.path], ["a", "b"])
-    with pytest.raises(UserError, match="holds no run"):
-        read_compared([run.path, tmp_path], None)

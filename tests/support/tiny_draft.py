@@ -14,7 +14,7 @@ from eagle3.draft.interchange import export_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.evaluation.acceptance import Decoding, Greedy
 from eagle3.evaluation.drafter import ChainDrafter, untrained_draft
-from eagle3.evaluation.results import SpeculativeResult
+from eagle3.evaluation.results import CountedConversation, SpeculativeResult
 from eagle3.evaluation.speculative import (
     SpeculativeOutput,
     chain_drafter,
@@ -46,6 +46,13 @@ def as_target(model, dtype: torch.dtype = torch.float32) -> TransformersTarget:
 def random_prompts(count: int, seed: int = 5) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(256, (5 + 3 * i,), generator=generator) for i in range(count)]
+
+
+def counted(*accepted: int, drafts: int = 3, verdict: str | None = "identical") -> CountedConversation:
+    """A conversation whose verifications accepted so many of their drafts: a second of decoding, two without drafts."""
+    yielded = sum(accepted) + len(accepted)
+    by_position = [sum(count > place for count in accepted) for place in range(drafts)]
+    return CountedConversation(1 + yielded, len(accepted), yielded, by_position, verdict, 1 + yielded, 1.0, 2.0)
 
 
 def speculative_greedy(
