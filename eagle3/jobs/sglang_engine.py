@@ -31,12 +31,11 @@ from eagle3.states.store.shard import Encoding
 from eagle3.targets.logits import TargetHead, summarize_teacher
 from eagle3.targets.sglang.asking import ServerInfo, reported
 from eagle3.targets.sglang.client import PROBE_SECONDS, Producer, Servers, require_spool_room
-from eagle3.targets.sglang.fitness import require_capture
 from eagle3.targets.sglang.hook import HookSettings
 from eagle3.targets.sglang.installed import SUPPORTED, is_tested
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
 from eagle3.targets.sglang.target import SGLangTarget
-from eagle3.targets.sglang.version import capture_flags, require_captured
+from eagle3.targets.sglang.version import capture_flags, require_capture, require_captured
 from eagle3.text.samples import Sample
 from eagle3.text.vocabulary import save_vocabulary
 
@@ -153,7 +152,7 @@ class SGLangEngine:
         for url in urls:
             require_capture(
                 url,
-                self.settings,
+                self.settings._asdict(),
                 self.known.aux_layers,
                 dtype=self.options.dtype,
                 revision=self.options.revision,

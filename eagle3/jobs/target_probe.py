@@ -20,7 +20,7 @@ from eagle3.errors import UserError
 from eagle3.jobs.job import Job, KnownTarget, start_target
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
 from eagle3.targets.checkpoint import indexed_files
-from eagle3.targets.sglang.fitness import ServerDiffers
+from eagle3.targets.sglang.version import ServerDiffers
 
 PROBE_TOKENS = 64
 # Bytes of the weights of a target that is loaded on the host for this alone.

@@ -28,10 +28,9 @@ from eagle3.states.store.folder import read_manifest
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.states.store.writer import StoreWriter
 from eagle3.targets.sglang.asking import Generated, ModelInfo, ServerInfo, ask
-from eagle3.targets.sglang.fitness import require_capture
 from eagle3.targets.sglang.server import SGLangServer
 from eagle3.targets.sglang.target import SGLangTarget
-from eagle3.targets.sglang.version import capture_flags, greedy_request, other_numbers
+from eagle3.targets.sglang.version import capture_flags, greedy_request, other_numbers, require_capture
 from eagle3.targets.transformers import load_target
 from eagle3.text.samples import Sample
 from eagle3.text.vocabulary import DraftVocabulary, save_vocabulary
@@ -112,7 +111,7 @@ def llama(targets, tmp_path_factory):
 
 def test_a_server_that_captures_otherwise_is_refused_with_the_command_that_starts_a_right_one(llama):
     server, settings, _ = llama
-    require_capture(server.url, settings, AUX_LAYERS, dtype="float32")
+    require_capture(server.url, settings._asdict(), AUX_LAYERS, dtype="float32")
     for changes, layers, message in (
         ({"spool": "/elsewhere"}, AUX_LAYERS, "spool '.*' \\(here: '/elsewhere'\\)"),
         ({"dtype": "bfloat16"}, AUX_LAYERS, r"recipe's: dtype 'float32' \(here: 'bfloat16'\)"),
@@ -120,9 +119,9 @@ def test_a_server_that_captures_otherwise_is_refused_with_the_command_that_start
         ({}, (0, 2, 4), r"aux layers \[1, 2, 4\] \(here: \[0, 2, 4\]\)"),
     ):
         with pytest.raises(UserError, match=f"{message}.*start it with the command that"):
-            require_capture(server.url, settings._replace(**changes), layers, dtype="float32")
+            require_capture(server.url, settings._replace(**changes)._asdict(), layers, dtype="float32")
     with pytest.raises(UserError, match="does not answer.*start it with the command that"):
-        require_capture("http://127.0.0.1:9", settings, AUX_LAYERS, dtype="float32")
+        require_capture("http://127.0.0.1:9", settings._asdict(), AUX_LAYERS, dtype="float32")
 
 
 def test_all_that_makes_a_server_compute_something_else_is_named(targets, llama, tmp_path):
@@ -131,7 +130,7 @@ def test_all_that_makes_a_server_compute_something_else_is_named(targets, llama,
     flags += ["--json-model-override-args", '{"rope_theta": 5.0}', *capture_flags(AUX_LAYERS, settings._asdict())]
     with cpu_environment(), SGLangServer(options(model, dtype="bfloat16"), flags) as server:
         with pytest.raises(UserError) as refusal:
-            require_capture(server.url, settings, AUX_LAYERS, dtype="float32")
+            require_capture(server.url, settings._asdict(), AUX_LAYERS, dtype="float32")
         info, about = (ask(server.url, *route) for route in (("/server_info", ServerInfo), ("/model_info", ModelInfo)))
     for named in (
         "dtype of the target 'bfloat16' (here: 'float32')",

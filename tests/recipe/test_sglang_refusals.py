@@ -7,9 +7,8 @@ from sglang_case import AUX_LAYERS, cpu_environment, hook_of, options
 from sglang_cpu.targets import make_target
 
 from eagle3.errors import UserError
-from eagle3.targets.sglang.fitness import require_capture
 from eagle3.targets.sglang.server import SGLangServer
-from eagle3.targets.sglang.version import capture_flags
+from eagle3.targets.sglang.version import capture_flags, require_capture
 
 pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 
@@ -46,6 +45,6 @@ def test_a_server_that_differs_in_one_thing_is_refused_and_the_thing_is_named(mo
         SGLangServer(options(model), [*started, *flags]) as server,  # of two flags, the last counts
         pytest.raises(UserError) as refusal,
     ):
-        require_capture(server.url, settings, AUX_LAYERS, dtype="float32", longest=200)
+        require_capture(server.url, settings._asdict(), AUX_LAYERS, dtype="float32", longest=200)
     assert named in str(refusal.value) and "--print-server" in str(refusal.value)
     assert str(refusal.value).count("(here: ") <= 1, "nothing else differs"

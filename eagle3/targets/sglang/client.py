@@ -20,7 +20,7 @@ from eagle3.errors import SharedUserError, UserError
 from eagle3.servers import TooSlow
 from eagle3.states.spool import REMEDY, Spool, Ticket, WantedRows, fail, want
 from eagle3.targets.sglang.asking import Generated, ModelInfo, ask
-from eagle3.targets.sglang.fitness import ServerDiffers
+from eagle3.targets.sglang.version import ServerDiffers
 
 # How long one sample may take, waiting behind others included; and the short document that servers are compared by.
 ANSWER_SECONDS, PROBE_SECONDS = 3600.0, 600.0

@@ -11,7 +11,8 @@ from torch.distributed import ProcessGroup
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import SharedUserError
 from eagle3.targets.logits import LogitTransform
-from eagle3.targets.sglang.asking import ModelInfo, ServerInfo
+from eagle3.targets.sglang.asking import START, ModelInfo, ServerInfo, reported
+from eagle3.targets.sglang.installed import require_supported
 
 # Architectures whose class in the tested SGLang takes an EAGLE3 draft (has set_eagle3_layers_to_capture).
 EAGLE3_TARGETS = frozenset(
@@ -95,6 +96,53 @@ def require_captured(aux_layers: Sequence[int], num_layers: int, model_type: str
         raise SharedUserError(
             f"model.aux_layers: {list(aux_layers)} has the last of the target's {num_layers} layers, whose output "
             f"SGLang does not capture, neither here nor when it serves the draft; name layers below {num_layers - 1}"
+        )
+
+
+class ServerDiffers(SharedUserError):
+    """Raised if a server computes something else than this job needs, or is set up to do so."""
+
+
+def require_capture(
+    url: str,
+    hook: Mapping[str, Any],
+    aux_layers: Sequence[int],
+    *,
+    dtype: str,
+    revision: str | None = None,
+    longest: int | None = None,
+    allow_untested: bool = False,
+) -> None:
+    """Raises ServerDiffers unless the server at `url` captures what this job needs, by what it says of itself; it names
+    all that is different. Raises UserError if it does not answer.
+
+    hook: the settings of its hook
+    dtype, revision: with which the server should load the target
+    longest: length of the longest sample in tokens
+    allow_untested: whether its SGLang may be newer than those that were tested
+    """
+    info = reported(url, ServerInfo)
+    require_supported(info.version, url, allow_untested)
+    actual_hook, context = reported_settings(info), info.context_length
+    if actual_hook is None:
+        raise ServerDiffers(f"target.servers: {url} was started without this project's hook; {START}")
+    if longest and context and longest + CONTEXT_RESERVE > context:
+        raise SharedUserError(
+            f"target.servers: {url} was started with --context-length {context}, too short for a sample of "
+            f"{longest:,} tokens; {START}; or lower data.max_length"
+        )
+    settings = dict(info)
+    own = {"dtype of the target": settings.get("dtype"), "revision": settings.get("revision")}
+    own["aux layers"] = info.return_aux_hidden_state_layer_ids or []
+    actual = {name: settings.get(name) for name in REQUIRED_SETTINGS} | actual_hook | own
+    loaded = {"dtype of the target": dtype, "revision": revision, "aux layers": list(aux_layers)}
+    required = {**REQUIRED_SETTINGS, **hook, **loaded}
+    different = {name: (actual.get(name), value) for name, value in required.items() if actual.get(name) != value}
+    different |= other_numbers(info, reported(url, ModelInfo))
+    if different:
+        differences = ", ".join(f"{name} {value!r} (here: {here!r})" for name, (value, here) in different.items())
+        raise ServerDiffers(
+            f"target.servers: {url} was started with other settings than this recipe's: {differences}; {START}"
         )
 
 
