@@ -135,11 +135,9 @@ def running(options: argparse.Namespace, console: Console) -> tuple[str, list[En
     """The model that the endpoints serve, and those of them that can be used."""
     urls = endpoint_urls(options.endpoint)
     key = api_key(options.api_key_file, urls)
-    served = find_model(urls, options.model, key)
-    for url, reason in served.left_out.items():
-        console.warn(f"{url} is left out: {reason}")
+    model, urls = find_model(urls, options.model, key, console.warn)
     limits = {"concurrency": options.concurrency, "timeout": options.timeout}
-    return served.model, [Endpoint(url, key, served.model, **limits) for url in served.urls]
+    return model, [Endpoint(url, key, model, **limits) for url in urls]
 
 
 def local(options: argparse.Namespace, console: Console) -> "tuple[str, list[LocalTarget]]":

@@ -162,5 +162,5 @@ def test_nonsense_from_a_capture_server_or_an_endpoint_is_one_line_with_the_reme
             reported(server.url, ServerInfo)
     for server.body in [*NONSENSE, *MODELS]:
         with pytest.raises(UserError, match="no endpoint can be used .*start a server, or fix the address") as error:
-            find_model(endpoint_urls([server.url]), None, None)
+            find_model(endpoint_urls([server.url]), None, None, print)
         assert len(str(error.value).splitlines()) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from eagle3.durable import Lock, lock, write_text, writing
-from eagle3.errors import UserError
+from eagle3.errors import UserError, refuse
 from eagle3.parsing import parse_json, read_json_object
 from eagle3.regeneration.endpoint import LeftOut
 from eagle3.regeneration.turns import Work
@@ -30,13 +30,12 @@ class AnswerFile(AbstractContextManager):
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        for wrong, flaw in (
+        refuse(
+            f"--out: {path}",
             (path.suffix != ".jsonl", "has to end in .jsonl to be read as data; rename it"),
             (path.is_dir(), "is a folder; name a file in it"),
             (not path.parent.is_dir(), f"there is no folder {path.parent}; create it, or fix the path"),
-        ):
-            if wrong:
-                raise UserError(f"--out: {path}: {flaw}")
+        )
         self.path, self.record = path, path.with_name(path.name + ".record")
         settings_path = self.record / "settings.json"
         with ExitStack() as stack:

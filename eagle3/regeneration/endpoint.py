@@ -3,10 +3,11 @@
 import asyncio
 import ipaddress
 import json
+import re
 import time
 from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import httpx2
 from pydantic import AfterValidator, AliasPath, BeforeValidator, Field
@@ -17,6 +18,7 @@ from eagle3.servers import Client, Count, Declined, ListOf, MalformedAnswer, Nam
 PROBE_SECONDS = 10.0
 MESSAGE = ("choices", 0, "message")
 Text = Annotated[str, BeforeValidator(lambda text: "" if text is None else text)]  # null is empty
+ADDRESS = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[^?#\s]*)?")
 PATIENCE = (1.0, 2.0, 4.0, 8.0)  # seconds before each check whether a silent endpoint is back
 
 
@@ -90,14 +92,6 @@ class Answer(Typed):
     )
 
 
-class Served(NamedTuple):
-    """The model that the endpoints serve, and the endpoints that can be used."""
-
-    model: str
-    urls: list[str]  # the endpoints to use
-    left_out: dict[str, str]  # why the others are not used
-
-
 def endpoint_urls(addresses: Sequence[str]) -> list[str]:
     """Each endpoint as `http://host:port/v1`, whether or not `/v1` was given. Raises UserError for invalid ones."""
     urls = []
@@ -107,16 +101,10 @@ def endpoint_urls(addresses: Sequence[str]) -> list[str]:
                 f"--endpoint: address {number} holds an @, and so a user or password; write http://host:port and use "
                 "--api-key-file"
             )
-        try:
-            url = httpx2.URL(text.strip().rstrip("/"))
-        except (httpx2.InvalidURL, ValueError) as error:
-            raise UserError(f"--endpoint: {text!r} is not a URL ({error}); write http://host:port") from error
-        port_is_right = url.port is None or 0 < url.port < 65536
-        if url.scheme not in ("http", "https") or not url.host or not port_is_right or url.query or url.fragment:
+        url = text.strip().rstrip("/").removesuffix("/v1")
+        if not ADDRESS.fullmatch(url) or url.endswith("/chat/completions"):
             raise UserError(f"--endpoint: {text!r} is not an address of the form http://host:port; write it like that")
-        if url.path.endswith("/chat/completions"):
-            raise UserError(f"--endpoint: {text!r} names the route; leave /chat/completions out")
-        urls.append(str(url).rstrip("/").removesuffix("/v1") + "/v1")
+        urls.append(f"{url}/v1")
     [(url, count)] = Counter(urls).most_common(1)
     if count > 1:
         raise UserError(f"--endpoint: {url} is named twice; name it once and raise --concurrency")
@@ -133,8 +121,13 @@ def exposed(url: str) -> bool:
     return address.scheme != "https" and not local
 
 
-def find_model(urls: Sequence[str], model_name: str | None, key: str | None) -> Served:
-    """Ask each endpoint what it serves. model_name: the one to use; None for the only one served.
+def find_model(
+    urls: Sequence[str], model_name: str | None, key: str | None, report: Callable[[str], None]
+) -> tuple[str, list[str]]:
+    """Ask each endpoint what it serves, and return the model's name and the endpoints that can be used. The others are
+    reported.
+
+    model_name: the one to use; None for the only one served
 
     Raises UserError if no endpoint can be used, if one does not serve `model_name`, if one serves several models and
     `model_name` is None, or if they serve different models.
@@ -151,6 +144,8 @@ def find_model(urls: Sequence[str], model_name: str | None, key: str | None) -> 
         raise UserError(
             f"--endpoint: no endpoint can be used ({details}); start a server, or fix the address or the key"
         )
+    for url, reason in left_out.items():
+        report(f"{url} is left out: {reason}")
     for url, names in served.items():
         listing = ", ".join(names) or "no model"
         if model_name is None and len(names) != 1:
@@ -161,7 +156,7 @@ def find_model(urls: Sequence[str], model_name: str | None, key: str | None) -> 
     if len(models) > 1:
         details = ", ".join(f"{url} {name}" for url, [name] in served.items())
         raise UserError(f"--endpoint: the endpoints serve different models ({details}); name endpoints of one target")
-    return Served(models.pop(), list(served), left_out)
+    return models.pop(), list(served)
 
 
 def _model_names(url: str, key: str | None) -> list[str]:
