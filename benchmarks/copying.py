@@ -32,7 +32,7 @@ from eagle3.demo.training import Muon, batches, train_language_model
 from eagle3.durable import write_text
 from eagle3.errors import run_command
 from eagle3.recipe.schema import Demo
-from eagle3.text.standard_library import standard_library_files
+from eagle3.text.standard_library import standard_library_text
 
 LONGEST, PIECE = 16384, 512  # tokens of a conversation
 CONTEXTS = (512, 2048, 8192, LONGEST)
@@ -154,7 +154,7 @@ def make(folder: Path) -> dict[str, Any]:
         return json.loads(record.read_text())
     began = time.process_time()
     folder.mkdir(parents=True, exist_ok=True)
-    library = standard_library_files()
+    library = standard_library_text("files")
     tokenizer = byte_level_tokenizer(library.train, SHAPE["vocab_size"], SHAPE["max_position_embeddings"])
     writer = Writer(library.train, tokenizer, seed=0)
     torch.manual_seed(0)

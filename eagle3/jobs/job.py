@@ -26,7 +26,7 @@ from eagle3.text.encode import SampleEncoder
 from eagle3.text.mixing import Mixed, MixedPart, mixture
 from eagle3.text.prepare import Prepared, Summary, prepare_samples
 from eagle3.text.samples import SampleSet
-from eagle3.text.standard_library import standard_library_files, standard_library_text
+from eagle3.text.standard_library import standard_library_text
 from eagle3.text.template import Choices, read_template
 from eagle3.text.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
 
@@ -206,7 +206,7 @@ def choices_of(recipe: Recipe) -> Choices:
 def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
     demo = recipe.model.demo
     with waiting(say, "reading the standard library"):
-        text = standard_library_files() if demo.text == "files" else standard_library_text()
+        text = standard_library_text(demo.text)
     with every_core():
         target = demo_target(
             text.train,

@@ -5,10 +5,10 @@ import io
 import sysconfig
 import textwrap
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 # Tests, vendored packages and generated tables: not written for people to read.
 SKIPPED_FOLDERS = {
@@ -16,8 +16,8 @@ SKIPPED_FOLDERS = {
     *("test", "tests", "idlelib", "turtledemo", "lib2to3", "encodings", "pydoc_data"),
 }
 LINES = range(3, 61)  # how many lines a definition may have
-HELD_OUT_ONE_IN = 20  # one top-level module in this many is held out, for conversations
-HELD_OUT_FILES_ONE_IN = 8  # the same for files; more are held out, so that some of them are long
+# One top-level module in this many is held out; more for files, so that some of them are long.
+HELD_OUT_ONE_IN = {"conversations": 20, "files": 8}
 SHORTEST_FILE = 2000  # characters
 MOST_CHARACTERS = 1500  # in a conversation, about 512 tokens with a vocabulary of a few thousand
 
@@ -50,24 +50,17 @@ class LibraryText(NamedTuple):
     held_out: list[dict]
 
 
-def standard_library_text() -> LibraryText:
-    """Conversations about the standard library. Roughly one top-level module in HELD_OUT_ONE_IN is held out as a whole,
-    so that no method of a held-out class is in the training text."""
-    return _parted(_conversations(), HELD_OUT_ONE_IN)
+def standard_library_text(kind: Literal["conversations", "files"]) -> LibraryText:
+    """Conversations about the standard library, or its source files of at least SHORTEST_FILE characters, by name.
 
-
-def standard_library_files() -> LibraryText:
-    """The library's source files of at least SHORTEST_FILE characters, sorted by name. About one top-level module in
-    HELD_OUT_FILES_ONE_IN is held out as a whole. The result depends only on the Python version."""
+    About one top-level module in HELD_OUT_ONE_IN is held out as a whole, so that no method of a held-out class is in
+    the training text. The result depends only on the Python version.
+    """
     files = ((module, {"text": source}) for module, source in _modules() if len(source) >= SHORTEST_FILE)
-    return _parted(files, HELD_OUT_FILES_ONE_IN)
-
-
-def _parted(rows: Iterable[tuple[str, dict]], one_in: int) -> LibraryText:
-    """Split rows into training and held-out ones by their module. rows: (module, row)."""
     text = LibraryText([], [])
-    for module, row in rows:
-        (text.train if zlib.crc32(module.split(".")[0].encode()) % one_in else text.held_out).append(row)
+    for module, row in files if kind == "files" else _conversations():
+        is_held_out = zlib.crc32(module.split(".")[0].encode()) % HELD_OUT_ONE_IN[kind] == 0
+        (text.held_out if is_held_out else text.train).append(row)
     return text
 
 
@@ -152,6 +145,6 @@ def _turns(definition: Definition) -> list[str]:
 # The sources that a recipe's data may name.
 SOURCES: dict[str, Callable[[], list[dict]]] = {
     "standard_library": standard_library_conversations,
-    "standard_library:files": lambda: standard_library_files().train,
-    "standard_library:held_out_files": lambda: standard_library_files().held_out,
+    "standard_library:files": lambda: standard_library_text("files").train,
+    "standard_library:held_out_files": lambda: standard_library_text("files").held_out,
 }

@@ -8,12 +8,12 @@ import pytest
 import window_arms
 
 from eagle3.demo.target import byte_level_tokenizer
-from eagle3.text.standard_library import standard_library_files
+from eagle3.text.standard_library import standard_library_text
 
 
 @pytest.fixture(scope="module")
 def writer():
-    files = standard_library_files().held_out[:12]
+    files = standard_library_text("files").held_out[:12]
     return copying.Writer(files, byte_level_tokenizer(files, 1024, 4096), seed=0)
 
 
