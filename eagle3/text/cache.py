@@ -39,29 +39,24 @@ def found(folder: Path, what: str, report: Callable[[str], None]) -> bool:
     again. what: the folder's contents, in words"""
     if not os.path.lexists(folder):
         return False
-    try:
-        _check(folder)
-    except DAMAGE as error:
-        report(Warned(f"{what} {folder} is damaged ({error!s:.200}); making it again"))
+    damage = _damage(folder)
+    if damage is not None:
+        report(Warned(f"{what} {folder} is damaged ({damage:.200}); making it again"))
         return False
     with suppress(OSError), _held(_unfinished(folder)):  # of no more use, unless a process is at work in it
         _remove(_unfinished(folder))
     return True
 
 
-def _check(folder: Path) -> None:
-    """Raises one of DAMAGE unless all files of a folder are as they were written, and under this name."""
-    for name, digest in read_sealed(folder / RECORD, folder.name)["files"].items():
-        if file_digest(folder / name) != digest:
-            raise ValueError(f"{name} does not fit its digest")
-
-
-def _is_whole(folder: Path) -> bool:
+def _damage(folder: Path) -> str | None:
+    """None if all files of a folder are as they were written, and under this name."""
     try:
-        _check(folder)
-    except DAMAGE:
-        return False
-    return True
+        for name, digest in read_sealed(folder / RECORD, folder.name)["files"].items():
+            if file_digest(folder / name) != digest:
+                return f"{name} does not fit its digest"
+    except DAMAGE as error:
+        return str(error)
+    return None
 
 
 @contextmanager
@@ -133,13 +128,11 @@ def _put(replacement: Path, folder: Path) -> None:
         except OSError:  # there is an older one, or another process has just put one there
             if not os.path.lexists(folder):
                 raise
-        if _is_whole(folder):
+        if _damage(folder) is None:
             return
         previous = Path(tempfile.mkdtemp(dir=replacement.parent)) / folder.name  # a link takes no folder's place
         with suppress(FileNotFoundError):  # another process was faster
             folder.rename(previous)
-            if _is_whole(previous):  # it appeared between the check and the rename: put it back
-                replacement = previous
 
 
 def _remove(temporary: Path) -> None:

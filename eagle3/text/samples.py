@@ -22,13 +22,11 @@ from eagle3.errors import UserError
 DIGEST_BYTES = 16
 
 
-class DamagedSamples(UserError):
-    """Raised if samples are incomplete or differ from what was written."""
-
-    def __init__(self, where: Path | str, flaw: str) -> None:
-        super().__init__(
-            f"{where}: {flaw}; start again (train.py: with --resume), and the tokenised data is checked and built anew"
-        )
+def _damaged(where: Path | str, flaw: str) -> UserError:
+    """The error for samples that are incomplete or differ from what was written."""
+    return UserError(
+        f"{where}: {flaw}; start again (train.py: with --resume), and the tokenised data is checked and built anew"
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ COLUMNS = {
 
 class TokenFile:
     """A column of a set in `folder` with one number per token, read in slices. Threads may share it. Raises
-    DamagedSamples.
+    UserError.
 
     It is not memory-mapped, because touching a mapped page kills the process if the file has shrunk or the disk fails.
     """
@@ -80,9 +78,9 @@ class TokenFile:
         try:
             count = os.preadv(self.descriptor, [values.view(np.uint8)], tokens.start * self.dtype.itemsize)
         except OSError as error:
-            raise DamagedSamples(self.path, f"cannot be read ({error.strerror})") from error
+            raise _damaged(self.path, f"cannot be read ({error.strerror})") from error
         if count < values.nbytes:
-            raise DamagedSamples(self.path, "has lost its end")
+            raise _damaged(self.path, "has lost its end")
         return values
 
 
@@ -144,7 +142,7 @@ class JoinedTokens:
 
 @dataclass(frozen=True)
 class SampleSet:
-    """Samples packed one after another. Reading tokens checks each sample's digest, and may raise DamagedSamples."""
+    """Samples packed one after another. Reading tokens checks each sample's digest, and may raise UserError."""
 
     ids: np.ndarray | TokenFile | JoinedTokens  # int32 [tokens]
     loss_mask: np.ndarray | TokenFile | JoinedTokens  # bool [tokens]
@@ -167,7 +165,7 @@ class SampleSet:
 
     @staticmethod
     def open(folder: Path) -> "SampleSet":
-        """The set stored in `folder`. Raises DamagedSamples.
+        """The set stored in `folder`. Raises UserError.
 
         Offsets and digests are read immediately, so that `checksum` can be compared; tokens are read on demand.
         """
@@ -175,10 +173,10 @@ class SampleSet:
             ids, loss_mask = TokenFile(folder, "ids"), TokenFile(folder, "loss_mask")
             ends, digests = (np.fromfile(folder / name, COLUMNS[name]) for name in ("ends", "digests"))
         except OSError as error:
-            raise DamagedSamples(folder, f"cannot be read ({error.strerror})") from error
+            raise _damaged(folder, f"cannot be read ({error.strerror})") from error
         offsets = np.append(0, ends)
         if len(digests) != len(ends) or (np.diff(offsets) < 0).any() or not offsets[-1] == len(ids) == len(loss_mask):
-            raise DamagedSamples(folder, "its files do not fit together")
+            raise _damaged(folder, "its files do not fit together")
         return SampleSet(ids, loss_mask, offsets, digests, np.arange(len(digests)), str(folder))
 
     @staticmethod
@@ -312,9 +310,7 @@ class SampleSet:
         ids, loss_mask = self.ids[tokens], self.loss_mask[tokens]
         for stored_index, (a, b) in zip(run, pairwise(self._edges(run)), strict=True):
             if sample_digest(ids[a:b], loss_mask[a:b]) != self.digests[stored_index].tobytes():
-                raise DamagedSamples(
-                    self.origin, f"sample {stored_index + 1} of {len(self.digests)} does not fit its digest"
-                )
+                raise _damaged(self.origin, f"sample {stored_index + 1} of {len(self.digests)} does not fit its digest")
         return ids, loss_mask
 
 
