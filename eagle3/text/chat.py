@@ -30,6 +30,7 @@ from eagle3.text.template import (
     with_marks,
 )
 
+NEVER = "(?!)"  # matches nothing
 PRIVATE_USE = range(0xE000, 0xF900)
 THINKING = re.compile("think|thought", re.IGNORECASE)  # what names and words that open a think block contain
 MOST_TOKENS_OF_A_CHARACTER = 8  # more than the four bytes of one, as tokens may straddle characters
@@ -83,7 +84,8 @@ def encode_conversation(
     template = choose_template(tokenizer, chat_template, conversation.tools, conversation.origin)
     render = renderer(tokenizer, template, conversation, choices)
     contents = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
-    added_tokens = sorted(contents.values(), key=len, reverse=True)
+    longest_first = sorted(filter(None, contents.values()), key=len, reverse=True)
+    added_tokens = re.compile("|".join(map(re.escape, longest_first)) or NEVER)
     if conversation.messages is None:
         text = conversation.text
         ids, offsets = _with_offsets(tokenizer, text)
@@ -110,7 +112,7 @@ def _added_tokens(text: str, ids: np.ndarray, offsets: np.ndarray, contents: dic
 
 
 def _talk_spans(
-    messages: list[dict], template: str, render: Render, added_tokens: list[str], supervise: str
+    messages: list[dict], template: str, render: Render, added_tokens: re.Pattern, supervise: str
 ) -> tuple[str, list[Span]]:
     """The rendered messages, and the spans of the assistant's turns in them."""
     count = sum(message["role"] == "assistant" for message in messages)
@@ -203,13 +205,13 @@ def _marked_spans(text: str, marked_text: str, begin: str, end: str) -> list[Spa
 class _Chat:
     """A conversation, its rendering `text`, and what is needed to compare renderings.
 
-    added: the tokenizer's added tokens, longest first
+    added: matches the tokenizer's added tokens
     marks: two characters that do not occur in the text
     marked: the messages with their contents between the marks. An assistant's content, which may hold reasoning that
         the template moves, is replaced by the marks alone.
     """
 
-    def __init__(self, messages: list[dict], text: str, render: Render, added: list[str]) -> None:
+    def __init__(self, messages: list[dict], text: str, render: Render, added: re.Pattern) -> None:
         self.messages, self.text, self.render, self.added = messages, text, render, added
         begin, end = self.marks = _unused(text)
         self.marked = [
@@ -232,26 +234,32 @@ class _Chat:
 
     def leading_token(self, text: str) -> str | None:
         """The added token that the text begins with, after any white space."""
-        stripped = text.lstrip()
-        return next((token for token in self.added if token and stripped.startswith(token)), None)
+        token = self.added.match(text.lstrip())
+        return token and token[0]
 
     def thinking_in(self, prompt: str) -> int | None:
         """Where a generation prompt opens a think block: at an added token with such a name, or before such a word."""
-        for match in re.finditer("|".join(map(re.escape, filter(None, self.added))) or "$^", prompt):
-            if THINKING.search(match[0]) or THINKING.match(prompt, match.end()):
-                return match.start()
-        return None
+        return next(
+            (
+                token.start()
+                for token in self.added.finditer(prompt)
+                if THINKING.search(token[0]) or THINKING.match(prompt, token.end())
+            ),
+            None,
+        )
 
     def same_but_for_thinking(self, prompt: str, shown: str) -> bool:
         """Whether two headers of a turn differ in think markers and white space alone, and not because the turn shows
         more than the prompt."""
-        markers = [re.escape(token) for token in self.added if THINKING.search(token)]
         prompt, shown = (re.sub(r"\s", "", text) for text in (prompt, shown))
-        first, second = (re.sub("|".join(markers) or "$^", "", text) for text in (prompt, shown))
+        first, second = (
+            self.added.sub(lambda token: "" if THINKING.search(token[0]) else token[0], text)
+            for text in (prompt, shown)
+        )
         return first == second != "" and not shown.startswith(prompt)
 
 
-def _assistant_spans(messages: list[dict], text: str, render: Render, added_tokens: list[str]) -> list[Span]:
+def _assistant_spans(messages: list[dict], text: str, render: Render, added_tokens: re.Pattern) -> list[Span]:
     """The spans of all assistant turns except one that opens the conversation."""
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index > 0]
     if not turns:
@@ -315,7 +323,7 @@ def _prefix_region(chat: _Chat, index: int) -> Region:
     versions = (message, without_reasoning, {**without_reasoning, "content": ""})
     for version in versions if prefix.startswith(history) and opening else ():
         rendering = chat.render([*chat.messages[:index], version]).rstrip()
-        if rendering.endswith(tuple(chat.added)) and chat.text.startswith(rendering):
+        if chat.text.startswith(rendering) and re.search(rf"({chat.added.pattern})\Z", rendering):
             for start in starts:
                 if rendering.startswith(prefix[:start]):
                     return Region(start, len(rendering), direct=True, closing=None)

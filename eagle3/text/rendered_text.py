@@ -35,9 +35,8 @@ class Turns(NamedTuple):
     ends: frozenset[str]
 
 
-def turns_of(render: Render, added: Sequence[str]) -> Turns:
-    """Find out how a template delimits turns. added: the tokenizer's added tokens, longest first. Raises Unusable."""
-    token = re.compile("|".join(map(re.escape, filter(None, added))) or "(?!)")
+def turns_of(render: Render, token: re.Pattern) -> Turns:
+    """Find out how a template delimits turns. token: matches the tokenizer's added tokens. Raises Unusable."""
     question, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
     after_question = _between(render([question], generation_prompt=True), QUESTION)
     user_end = _common_pieces(after_question, _between(render([question]), QUESTION), token)

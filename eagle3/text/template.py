@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jinja2
 
-from eagle3.errors import UserError, shown
+from eagle3.errors import UserError
 from eagle3.text.conversations import REASONING_KEYS, Conversation
 
 if TYPE_CHECKING:  # checks that run before a job starts must not wait for transformers to load
@@ -149,15 +149,9 @@ def choose_template(
             f"{origin}: the row has messages but the tokenizer has no chat template; name one with data.chat_template"
         )
     try:
-        template = tokenizer.get_chat_template(chat_template, tools)
+        return tokenizer.get_chat_template(chat_template, tools)
     except ValueError as error:  # the tokenizer has several, and none is the default
         raise UserError(f"{origin}: {error!s:.200}; name a template with data.chat_template") from error
-    if not isinstance(template, str):
-        raise UserError(
-            f"{origin}: the tokenizer's chat template is {shown(template)}, not a text; name one with "
-            "data.chat_template"
-        )
-    return template
 
 
 def reasoning_key(template: str) -> str | None:

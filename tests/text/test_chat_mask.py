@@ -3,11 +3,14 @@ conversations."""
 
 import inspect
 import json
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
 from places import CHAT_TEMPLATES
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tiny_run import byte_level
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from eagle3.errors import UserError
@@ -18,34 +21,11 @@ from eagle3.text.conversations import Conversation
 from eagle3.text.template import Choices, Unusable
 
 SPECIAL = [
-    "<s>",
-    "</s>",
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<think>",
-    "</think>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-    "<start_of_turn>",
-    "<end_of_turn>",
-    "<|User|>",
-    "<|Assistant|>",
-    "<|end_of_sentence|>",
-    "<|tool_call|>",
-    "<|tool_output|>",
-    "<|tool_output_end|>",
-    "<|start|>",
-    "<|end|>",
-    "<|message|>",
-    "<|channel|>",
-    "<|return|>",
-    "<|call|>",
-    "<|user|>",
-    "<|assistant|>",
-    "<|system|>",
-    "[gMASK]",
+    *("<s>", "</s>", "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>"),
+    *("<|User|>", "<|Assistant|>", "<|end_of_sentence|>", "<|tool_call|>", "<|tool_output|>", "<|tool_output_end|>"),
+    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>"),
+    *("<|user|>", "<|assistant|>", "<|system|>", "[gMASK]"),
 ]
 
 
@@ -58,15 +38,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
         "assistant\nuser\n\nsystem\n",
         "Hello there",
     ]
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(lines * 10, trainer)
+    backend = byte_level(lines * 10, 500, SPECIAL)
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def spans(tokenizer) -> Callable[..., list[str]]:
+    """The text of each run of supervised tokens of a conversation of these turns, under a template and choices."""
+
+    def of(turns: Sequence[tuple[str, str] | dict], jinja: str, **choices: object) -> list[str]:
+        return supervised(encode_conversation(tokenizer, chat(*turns), jinja, Choices(**choices)), tokenizer)
+
+    return of
 
 
 def template(name: str) -> str:
@@ -86,8 +69,19 @@ def supervised(encoded: Encoded, tokenizer: PreTrainedTokenizerFast) -> list[str
 
 
 QUESTIONS = (("u", "Capital of France?"), ("a", "Paris."), ("u", "And of Italy?"), ("a", "Rome."))
+THOUGHT = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
 CALL_TEXT = '{"name": "add", "arguments": {"a": 1}}'
+RENDERED_TALKS = {
+    "one turn": (("u", "Hi"), ("a", "Yes")),
+    "two turns": QUESTIONS,
+    "system": (("s", "Be kind."), *QUESTIONS),
+    "tools": (("u", "1?"), CALL, ("t", "one"), ("a", "one"), ("u", "Thanks"), ("a", "Bye")),
+    "thoughts": (("u", "x"), THOUGHT),
+    "white space": (("u", "Hi"), ("a", "  \n yes \n"), ("u", " "), ("a", "\n\n")),
+    "empty": (("u", ""), ("a", "")),
+    "question last": (("u", "Hi"), ("a", "one"), ("u", "one")),
+}
 
 
 @pytest.mark.parametrize(
@@ -135,65 +129,62 @@ MISLEADING = {
 
 @pytest.mark.parametrize(("name", "end"), [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("zephyr", "</s>")])
 @pytest.mark.parametrize("case", MISLEADING)
-def test_no_content_can_mislead_the_mask(tokenizer, name, end, case):
+def test_no_content_can_mislead_the_mask(spans, name, end, case):
     turns, expected = MISLEADING[case]
     turns = [(role, content.replace("{end}", end)) for role, content in turns]
-    encoded = encode_conversation(tokenizer, chat(*turns), template(name))
-    assert supervised(encoded, tokenizer) == [span.replace("{end}", end) for span in expected]
+    assert spans(turns, template(name)) == [span.replace("{end}", end) for span in expected]
 
 
 @pytest.mark.parametrize("name", [path.stem for path in CHAT_TEMPLATES.glob("*.jinja")])
-def test_an_injected_generation_prompt_stays_unsupervised_under_every_template(tokenizer, name):
+def test_an_injected_generation_prompt_stays_unsupervised_under_every_template(tokenizer, spans, name):
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "x"}], chat_template=template(name), add_generation_prompt=True, tokenize=False
     )
     injected = prompt.replace("<s>", "") + "poison"
-    encoded = encode_conversation(
-        tokenizer, chat(("u", injected), ("a", "good"), ("u", injected), ("a", "fine")), template(name)
-    )
-    spans = supervised(encoded, tokenizer)
-    assert len(spans) == 2 and "good" in spans[0] and "fine" in spans[1]
-    assert not any("poison" in span or "<|user|>" in span or "INST" in span for span in spans)
+    first, second = spans([("u", injected), ("a", "good"), ("u", injected), ("a", "fine")], template(name))
+    assert "good" in first and "fine" in second
+    assert not any(word in first + second for word in ("poison", "<|user|>", "INST"))
 
 
-def test_white_space_around_an_answer_is_kept_or_trimmed_with_the_template(tokenizer):
-    turns = chat(("u", "Hi"), ("a", "  \n yes \n"), ("u", "  "), ("a", "\n\n"))
-    answers = supervised(encode_conversation(tokenizer, turns, template("chatml")), tokenizer)
-    assert answers == ["  \n yes \n<|im_end|>", "\n\n<|im_end|>"]
-    trimmed = supervised(encode_conversation(tokenizer, turns, template("llama3")), tokenizer)
-    assert trimmed == ["yes<|eot_id|>", "<|eot_id|>"]
+def test_white_space_around_an_answer_is_kept_or_trimmed_with_the_template(spans):
+    turns = (("u", "Hi"), ("a", "  \n yes \n"), ("u", "  "), ("a", "\n\n"))
+    assert spans(turns, template("chatml")) == ["  \n yes \n<|im_end|>", "\n\n<|im_end|>"]
+    assert spans(turns, template("llama3")) == ["yes<|eot_id|>", "<|eot_id|>"]
 
 
-def test_thinking_is_supervised_where_the_template_shows_it(tokenizer):
-    thought = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
-    inline = ("a", "<think>\nFrance\n</think>\n\nParis.")
-    for turns, expected in [
+INLINE = ("a", "<think>\nFrance\n</think>\n\nParis.")
+
+
+@pytest.mark.parametrize(
+    ("name", "turns", "expected"),
+    [
         (
-            (("u", "x"), inline, ("u", "y"), thought),
+            "thinking",
+            (("u", "x"), INLINE, ("u", "y"), THOUGHT),
             ["Paris.<|im_end|>", "<think>\nItaly\n</think>\n\nRome.<|im_end|>"],
         ),
         (
-            (("u", "x"), thought, ("u", "y"), inline),
+            "thinking",
+            (("u", "x"), THOUGHT, ("u", "y"), INLINE),
             ["Rome.<|im_end|>", "<think>\nFrance\n</think>\n\nParis.<|im_end|>"],
         ),
-    ]:
-        encoded = encode_conversation(tokenizer, chat(*turns), template("thinking"))
-        assert supervised(encoded, tokenizer) == expected
-    encoded = encode_conversation(tokenizer, chat(("u", "x"), ("a", "so</think>Yes")), template("opened_thinking"))
-    assert supervised(encoded, tokenizer) == ["Yes<|end_of_sentence|>"]
-    encoded = encode_conversation(tokenizer, chat(("u", "x"), thought), template("channels"))
-    assert supervised(encoded, tokenizer) == [
-        "<|channel|>analysis<|message|>Italy<|end|><|start|>assistant<|channel|>final<|message|>Rome.<|return|>"
-    ]
+        ("opened_thinking", (("u", "x"), ("a", "so</think>Yes")), ["Yes<|end_of_sentence|>"]),
+        (
+            "channels",
+            (("u", "x"), THOUGHT),
+            ["<|channel|>analysis<|message|>Italy<|end|><|start|>assistant<|channel|>final<|message|>Rome.<|return|>"],
+        ),
+    ],
+)
+def test_thinking_is_supervised_where_the_template_shows_it(spans, name, turns, expected):
+    assert spans(turns, template(name)) == expected
 
 
-def test_a_generation_prompt_that_opens_thinking_is_not_supervised(tokenizer):
+def test_a_generation_prompt_that_opens_thinking_is_not_supervised(spans):
     opened = template("thinking").replace(
         "{{- '<|im_start|>assistant\\n' -}}\n{%- endif", "{{- '<|im_start|>assistant\\n<think>\\n' -}}\n{%- endif"
     )
-    assert opened != template("thinking")
-    encoded = encode_conversation(tokenizer, chat(*QUESTIONS), opened)
-    assert supervised(encoded, tokenizer) == ["Paris.<|im_end|>", "\n</think>\n\nRome.<|im_end|>"]
+    assert spans(QUESTIONS, opened) == ["Paris.<|im_end|>", "\n</think>\n\nRome.<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -223,10 +214,8 @@ def test_a_generation_prompt_that_opens_thinking_is_not_supervised(tokenizer):
         ),
     ],
 )
-def test_tool_calls_are_supervised_and_tool_results_are_not(tokenizer, name, expected):
-    turns = chat(("u", "1?"), CALL, ("t", "one"), ("a", "one"), ("u", "Thanks"), ("a", "Bye"))
-    encoded = encode_conversation(tokenizer, turns, template(name))
-    assert supervised(encoded, tokenizer) == expected
+def test_tool_calls_are_supervised_and_tool_results_are_not(spans, name, expected):
+    assert spans(RENDERED_TALKS["tools"], template(name)) == expected
 
 
 WITH_CALLS = """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}{%- if m.tool_calls -%}
@@ -246,20 +235,19 @@ WITH_CALLS = """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}{%-
         ),
     ],
 )
-def test_a_template_gets_calls_in_the_form_that_it_shows(tokenizer, jinja):
-    turns = chat(("u", "1?"), CALL, ("t", "one"), ("a", "one"))
-    encoded = encode_conversation(tokenizer, turns, jinja)
-    assert supervised(encoded, tokenizer) == ['<tool_call>{"a": 1}</tool_call><|im_end|>', "one<|im_end|>"]
+def test_a_template_gets_calls_in_the_form_that_it_shows(spans, jinja):
+    turns = (("u", "1?"), CALL, ("t", "one"), ("a", "one"))
+    assert spans(turns, jinja) == ['<tool_call>{"a": 1}</tool_call><|im_end|>', "one<|im_end|>"]
 
 
-def test_a_call_that_the_template_leaves_out_is_refused(tokenizer):
+def test_a_call_that_the_template_leaves_out_is_refused(spans):
     first_only = WITH_CALLS.replace("in m.tool_calls", "in m.tool_calls[:1]").replace(
         "ARGUMENTS", "call.function.arguments | tojson"
     )
     twice = {**CALL, "tool_calls": CALL["tool_calls"] * 2}
-    assert supervised(encode_conversation(tokenizer, chat(("u", "1?"), CALL), first_only), tokenizer)
+    assert spans((("u", "1?"), CALL), first_only)
     with pytest.raises(Unusable, match="leaves out a tool call"):
-        encode_conversation(tokenizer, chat(("u", "1?"), twice), first_only)
+        spans((("u", "1?"), twice), first_only)
 
 
 def test_generation_blocks_inside_a_macro_are_found_where_transformers_misplaces_them(tokenizer):
@@ -308,14 +296,12 @@ def test_generation_blocks_inside_a_macro_are_found_where_transformers_misplaces
         (template("chatml"), (("u", "Hi"), ("a", "half \ud83d")), "surrogate"),
     ],
 )
-def test_what_cannot_be_masked_rightly_is_refused(tokenizer, jinja, turns, reason):
+def test_what_cannot_be_masked_rightly_is_refused(spans, jinja, turns, reason):
     with pytest.raises(Unusable, match=reason):
-        encode_conversation(tokenizer, chat(*turns), jinja)
+        spans(turns, jinja)
 
 
 def test_plain_text_is_supervised_whole_with_the_tokenizers_own_special_tokens(tokenizer):
-    from tokenizers.processors import TemplateProcessing
-
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     backend.post_processor = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     wrapped = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
@@ -329,8 +315,6 @@ def test_plain_text_is_supervised_whole_with_the_tokenizers_own_special_tokens(t
 def test_tokens_with_metaspaces_byte_fallback_and_greedy_special_tokens_are_masked_rightly():
     """A tokenizer like Llama 2's: `▁` for spaces, bytes for unknown characters, a special token that swallows white
     space."""
-    from tokenizers import AddedToken, normalizers
-
     letters = sorted(set("▁ParisRomequthCplnceofFrAdIty?.<>SYINT[]/x"))
     vocab = {
         token: index for index, token in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters])
@@ -347,24 +331,21 @@ def test_tokens_with_metaspaces_byte_fallback_and_greedy_special_tokens_are_mask
     assert [span.strip() for span in supervised(encoded, metaspace)] == ["Paris 🎈é</s>", "Rome</s>"]
 
 
-def test_a_tokenizer_without_a_template_or_with_a_broken_one_is_the_users_to_mend(tokenizer):
+def test_a_tokenizer_without_a_template_or_with_a_broken_one_is_the_users_to_mend(spans):
     with pytest.raises(UserError, match=r"chat.jsonl:1: .*data.chat_template"):
-        encode_conversation(tokenizer, chat(*QUESTIONS), None)
+        spans(QUESTIONS, None)
     with pytest.raises(UserError, match="chat template line 1"):
-        encode_conversation(tokenizer, chat(*QUESTIONS), "{% for %}")
+        spans(QUESTIONS, "{% for %}")
 
 
-def test_a_turn_under_another_role_or_without_its_whole_header_is_refused(tokenizer):
+def test_a_turn_under_another_role_or_without_its_whole_header_is_refused(spans):
     """A turn may differ from the generation prompt in think markers alone."""
     roles = "{% for m in messages %}{{ '<s>' if m.role == 'user' else OTHER }}{{ m.content }}<|im_end|>{% endfor %}"
     prompt = "{% if add_generation_prompt %}<|im_start|><think>{% endif %}"
-    for other, refused in (("<|im_start|></think>", False), ("<s>", True), ("<|endoftext|>", True)):
-        template = roles.replace("OTHER", repr(other)) + prompt
-        if refused:
-            with pytest.raises(Unusable, match="where an assistant's turn begins"):
-                encode_conversation(tokenizer, chat(*QUESTIONS), template)
-        else:
-            assert supervised(encode_conversation(tokenizer, chat(*QUESTIONS), template), tokenizer)
+    assert spans(QUESTIONS, roles.replace("OTHER", "'<|im_start|></think>'") + prompt)
+    for other in ("<s>", "<|endoftext|>"):
+        with pytest.raises(Unusable, match="where an assistant's turn begins"):
+            spans(QUESTIONS, roles.replace("OTHER", repr(other)) + prompt)
     header = "<|start_header_id|>{{ m.role }}{{ '_tool' if m.tool_calls }}<|end_header_id|>"
     template = (
         "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
@@ -372,75 +353,52 @@ def test_a_turn_under_another_role_or_without_its_whole_header_is_refused(tokeni
         "{{ c.function | tojson }}{% endfor %}<|eot_id|>{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>{% endif %}"
     )
-    messages = ({"role": "user", "content": "Hi"}, CALL, {"role": "tool", "content": "3"})
-    talk = Conversation("a:1", (*messages, {"role": "assistant", "content": "Three."}), None)
+    talk = (("u", "Hi"), CALL, ("t", "3"), ("a", "Three."))
     with pytest.raises(Unusable, match="where an assistant's tool call begins"):
-        encode_conversation(tokenizer, talk, template)
-    assert supervised(encode_conversation(tokenizer, talk, template.replace("_tool", "")), tokenizer)
+        spans(talk, template)
+    assert spans(talk, template.replace("_tool", ""))
 
 
-def test_a_slow_tokenizer_that_changes_the_text_makes_rows_unusable():
+def test_a_slow_tokenizer_that_changes_the_text_makes_rows_unusable(tokenizer):
     """It does not report where tokens are, so their texts must be the row's."""
-    from transformers import PreTrainedTokenizer
 
-    class Letters(PreTrainedTokenizer):
-        vocab_size = 128
+    class Slow(PreTrainedTokenizerFast):
+        is_fast = False
 
-        def get_vocab(self) -> dict[str, int]:
-            return {chr(number): number for number in range(128)}
-
-        def _tokenize(self, text: str) -> list[str]:
-            return list(text.lower())
-
-        def _convert_token_to_id(self, token: str) -> int:
-            return ord(token)
-
-        def _convert_id_to_token(self, token: int) -> str:
-            return chr(token)
-
-        def convert_tokens_to_string(self, tokens: list[str]) -> str:
-            return "".join(tokens)
-
-    with pytest.raises(Unusable, match="the tokenizer .Letters, which does not report where tokens are. changes the"):
-        encode_conversation(Letters(), chat(*QUESTIONS), template("chatml"))
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    slow = Slow(tokenizer_object=backend)
+    assert supervised(encode_conversation(slow, chat(*QUESTIONS), template("chatml")), slow)
+    backend.normalizer = normalizers.Lowercase()
+    with pytest.raises(Unusable, match="the tokenizer .Slow, which does not report where tokens are. changes the"):
+        encode_conversation(Slow(tokenizer_object=backend), chat(*QUESTIONS), template("chatml"))
 
 
-def test_only_the_last_turn_is_supervised_by_choice(tokenizer):
-    last = Choices(supervise="last_turn")
+def test_only_the_last_turn_is_supervised_by_choice(spans):
     for name, expected in [
         ("chatml", "Rome.<|im_end|>"),
         ("llama2", " Rome. </s>"),
         ("marked", "Rome.</s>\n"),
         ("channels", "<|channel|>final<|message|>Rome.<|return|>"),
     ]:
-        encoded = encode_conversation(tokenizer, chat(*QUESTIONS), template(name), last)
-        assert supervised(encoded, tokenizer) == [expected]
+        assert spans(QUESTIONS, template(name), supervise="last_turn") == [expected]
     # A question may follow it; a call and the answer to its result are two turns.
-    asked_on = chat(("u", "1?"), CALL, ("t", "one"), ("a", "one"), ("u", "Thanks"))
-    assert supervised(encode_conversation(tokenizer, asked_on, template("chatml"), last), tokenizer) == [
-        "one<|im_end|>"
-    ]
+    asked_on = (("u", "1?"), CALL, ("t", "one"), ("a", "one"), ("u", "Thanks"))
+    assert spans(asked_on, template("chatml"), supervise="last_turn") == ["one<|im_end|>"]
     twice = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     twice += "{% generation %}!{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(Unusable, match="not one .* block for each assistant turn"):
-        encode_conversation(tokenizer, chat(*QUESTIONS), twice, last)
+        spans(QUESTIONS, twice, supervise="last_turn")
 
 
-def test_reasoning_is_read_under_the_templates_own_name_and_dropped_by_choice(tokenizer):
-    thought = chat(("u", "x"), {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"})
-    inline = chat(("u", "x"), ("a", "<think>\nItaly\n</think>\n\nRome."))
+def test_reasoning_is_read_under_the_templates_own_name_and_dropped_by_choice(tokenizer, spans):
     shown, empty = "<think>\nItaly\n</think>\n\nRome.<|im_end|>", "<think>\n\n</think>\n\nRome.<|im_end|>"
     for name in ("reasoning_content", "reasoning", "thinking"):
         for access in (f"message.{name}", f"message['{name}']"):
             jinja = template("thinking").replace("message.reasoning_content", access)
-            assert supervised(encode_conversation(tokenizer, thought, jinja), tokenizer) == [shown]
-            dropped = encode_conversation(tokenizer, thought, jinja, Choices(reasoning="drop"))
-            assert supervised(dropped, tokenizer) == [empty]
-    assert supervised(encode_conversation(tokenizer, inline, template("chatml")), tokenizer) == [
-        "<think>\nItaly\n</think>\n\nRome.<|im_end|>"
-    ]
-    dropped = encode_conversation(tokenizer, inline, template("chatml"), Choices(reasoning="drop"))
-    assert supervised(dropped, tokenizer) == ["Rome.<|im_end|>"]
+            assert spans(RENDERED_TALKS["thoughts"], jinja) == [shown]
+            assert spans(RENDERED_TALKS["thoughts"], jinja, reasoning="drop") == [empty]
+    assert spans((("u", "x"), INLINE), template("chatml")) == [f"{INLINE[1]}<|im_end|>"]
+    assert spans((("u", "x"), INLINE), template("chatml"), reasoning="drop") == ["Paris.<|im_end|>"]
     # A question that mentions the tag is left alone.
     turns = chat(("u", "What is </think>?"), ("a", "A tag."))
     text = encode_conversation(tokenizer, turns, template("chatml"), Choices(reasoning="drop")).text
@@ -453,18 +411,16 @@ SWITCHED = """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\\n' + m.co
 {%- endif -%}"""
 
 
-def test_template_variables_reach_the_generation_prompt(tokenizer):
-    turns = chat(("u", "x"), ("a", "<think>\n\n</think>\n\nRome."))
-    plain = encode_conversation(tokenizer, turns, SWITCHED)
-    assert supervised(plain, tokenizer) == ["<think>\n\n</think>\n\nRome.<|im_end|>"]
+def test_template_variables_reach_the_generation_prompt(tokenizer, spans):
+    turns = (("u", "x"), ("a", "<think>\n\n</think>\n\nRome."))
+    assert spans(turns, SWITCHED) == ["<think>\n\n</think>\n\nRome.<|im_end|>"]
     # With thinking switched off the prompt holds the empty block, so that the target does not generate it.
-    off = Choices(template_variables={"enable_thinking": False})
-    assert supervised(encode_conversation(tokenizer, turns, SWITCHED, off), tokenizer) == ["Rome.<|im_end|>"]
-    greeting = "{{ greeting }}" + SWITCHED
-    hello = encode_conversation(tokenizer, turns, greeting, Choices(template_variables={"greeting": "Hello"}))
-    assert hello.text.startswith("Hello<|im_start|>")
+    assert spans(turns, SWITCHED, template_variables={"enable_thinking": False}) == ["Rome.<|im_end|>"]
+    hello = Choices(template_variables={"greeting": "Hello"})
+    encoded = encode_conversation(tokenizer, chat(*turns), "{{ greeting }}" + SWITCHED, hello)
+    assert encoded.text.startswith("Hello<|im_start|>")
     with pytest.raises(UserError, match="data.template_variables: 'enable_thinkin' occurs nowhere"):
-        encode_conversation(tokenizer, turns, SWITCHED, Choices(template_variables={"enable_thinkin": False}))
+        spans(turns, SWITCHED, template_variables={"enable_thinkin": False})
 
 
 def test_the_recipe_refuses_template_variables_that_transformers_takes_itself(tokenizer):
@@ -480,16 +436,6 @@ def as_rendered(tokenizer: PreTrainedTokenizerFast, text: str, jinja: str, **cho
     return encode_conversation(tokenizer, Conversation("a:1", None, text), jinja, Choices(text="rendered", **choices))
 
 
-RENDERED_TALKS = {
-    "one turn": (("u", "Hi"), ("a", "Yes")),
-    "two turns": QUESTIONS,
-    "system": (("s", "Be kind."), *QUESTIONS),
-    "tools": (("u", "1?"), CALL, ("t", "one"), ("a", "one"), ("u", "Thanks"), ("a", "Bye")),
-    "thoughts": (("u", "x"), {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}),
-    "white space": (("u", "Hi"), ("a", "  \n yes \n"), ("u", " "), ("a", "\n\n")),
-    "empty": (("u", ""), ("a", "")),
-    "question last": (("u", "Hi"), ("a", "one"), ("u", "one")),
-}
 # Templates and conversations for which a rendered text cannot give the mask of the messages, and why.
 NOT_FROM_TEXT = {
     ("llama2", None): "generation prompt holds no added token",
@@ -575,8 +521,7 @@ def test_special_tokens_in_a_rendered_text_are_special_tokens_and_an_unclosed_tu
 
 
 def test_prompts_of_a_file_are_what_samples_hold_before_the_answer(tokenizer, tmp_path):
-    thought = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
-    turns = chat(("u", "1?"), CALL, ("t", "one"), ("u", "And of Italy?"), thought)
+    turns = chat(("u", "1?"), CALL, ("t", "one"), ("u", "And of Italy?"), THOUGHT)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": turns.messages}) + "\n")
     named = template("thinking").replace("message.reasoning_content", "message.thinking")
     for jinja, choices in (
