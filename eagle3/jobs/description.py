@@ -104,7 +104,7 @@ def hub_datasets(sources: Sequence[str]) -> list[str]:
     remote = [source for source in sources if not _is_here(source)]
     hub_sources = [preset_source(source) for source in remote if source.startswith("preset:")]
     hub_sources += filter(None, map(source_of_id, remote))
-    return list(dict.fromkeys(each.dataset for each in hub_sources if "/" in each.dataset))
+    return list(dict.fromkeys(each.dataset.path for each in hub_sources if "/" in each.dataset.path))
 
 
 def _is_here(path: str) -> bool:

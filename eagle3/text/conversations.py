@@ -1,7 +1,6 @@
 """Read conversations from files, folders, presets and dataset ids into one form, and say exactly which row is wrong."""
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -11,7 +10,7 @@ from typing import Any
 from eagle3.console import Progress
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
-from eagle3.text.datasets import SLICE, DatasetSource, downloaded_rows, preset_source, source_of_id
+from eagle3.text.datasets import DatasetSource, downloaded_rows, preset_source, source_of_id
 from eagle3.text.rows import (
     KINDS,
     LISTED,
@@ -34,6 +33,7 @@ ROLES = {
     **{name: name for name in ("system", "developer")},
     **{name: "tool" for name in ("tool", "function", "observation", "tool_response", "function_response", "ipython")},
 }
+KIND_NAMES = {str: "a string", list: "a list", dict: "an object"}
 KNOWN_ROLES = "user, assistant, system, developer, tool and ShareGPT's names for them"
 
 
@@ -61,16 +61,9 @@ def _characters(value: Any) -> int:
     return 0 if value is None else len(str(value))
 
 
-def read_conversations(
-    sources: list[str],
-    limit: int | None = None,
-    *,
-    malformed: MalformedRows | None = None,
-    downloads: Path | None = None,
-    report: Callable[[str], None] = lambda line: None,
-) -> list[Conversation]:
-    """Like `iterate_conversations`, but returns all conversations at once."""
-    return list(iterate_conversations(sources, limit, malformed=malformed, downloads=downloads, report=report))
+def read_conversations(sources: list[str], limit: int | None = None, **options: Any) -> list[Conversation]:
+    """All conversations of `iterate_conversations` at once."""
+    return list(iterate_conversations(sources, limit, **options))
 
 
 def iterate_conversations(
@@ -143,55 +136,45 @@ def dataset_of(source: str) -> DatasetSource | None:
     if source.partition(":")[0] == "standard_library":
         if source not in SOURCES:
             raise UserError(f"{source}: no such part of the standard library; name one of {', '.join(SOURCES)}")
-    elif path.is_dir():
+    elif path.exists():
         if not _files(path):
-            raise UserError(f"{source}: this folder holds no {', '.join(KINDS)} file; name the folder that does")
-    elif path.is_file():
-        if path.suffix not in KINDS:
-            raise UserError(
-                f"{path}: files of kind {path.suffix!r} are not read; convert it to one of {', '.join(KINDS)}"
-            )
-    elif re.match(r"https?://", source):
-        raise UserError(f"{source}: is a URL; download it, and name the file or folder in data.train or data.held_out")
-    elif ":" in source and SLICE.fullmatch(source):
-        raise UserError(
-            f"{source}: slices of a split are not supported; leave [...] out, and limit the rows with data.max_samples "
-            "(regenerate.py: --limit)"
-        )
-    elif not (dataset := source_of_id(source)) or path.suffix in (*KINDS, ".csv", ".txt", ".gz"):
-        location = "" if Path(source).is_absolute() else f" in {Path.cwd()}"
-        raise UserError(f"{source}: no such file or folder{location}; fix the path in data.train or data.held_out")
-    else:
+            raise UserError(f"{source}: holds no {', '.join(KINDS)} file; convert it to one of these, or name another")
+    elif path.suffix not in (*KINDS, ".csv", ".txt", ".gz") and (dataset := source_of_id(source)):
         return dataset
+    else:
+        raise UserError(
+            f"{source}: no such file or folder (seen from {Path.cwd()}), nor a dataset's id (owner/name, "
+            "owner/name:split, owner/name@revision); fix data.train or data.held_out (docs/data.md)"
+        )
     return None
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.suffix in KINDS)
+def _files(path: Path) -> list[Path]:
+    """The files of a source that are read: those in a folder, or the file itself."""
+    return sorted(file for file in (path.iterdir() if path.is_dir() else [path]) if file.suffix in KINDS)
 
 
 def _local_rows(source: str) -> Iterator[tuple[str, Any]]:
     if source in SOURCES:
         return ((f"{source} row {number}", row) for number, row in enumerate(SOURCES[source](), 1))
-    path = Path(source).expanduser()
-    return chain.from_iterable(map(file_rows, _files(path) if path.is_dir() else [path]))
+    return chain.from_iterable(map(file_rows, _files(Path(source).expanduser())))
 
 
 def _conversation(origin: str, row: Any) -> Conversation:
     if isinstance(row, MalformedRow):
         raise row
-    _require(row, dict, "not an object", "the row", f"an object with {FORMS}")
+    _require(row, dict, "the row")
     key = next((key for key in ("messages", "conversations") if row.get(key) is not None), None)
     if key is None and row.get("instruction") is not None and row.get("output") is not None:
         row, key = {**row, "conversations": _alpaca_turns(row)}, "conversations"
     if key:
-        _require(row[key], list, f"{key}: not a list", key, "a list of messages")
-        messages = [_message(f"{key}[{index}]", message) for index, message in enumerate(row[key])]
+        _require(row[key], list, key)
+        messages = [_message(f"{key}[{index}]: ", message) for index, message in enumerate(row[key])]
         if key == "conversations" and row.get("system"):
-            messages.insert(0, {"role": "system", "content": _content("system", row["system"])})
+            messages.insert(0, {"role": "system", "content": _content("system: ", row["system"])})
         return Conversation(origin, tuple(messages), None, _tools(row.get("tools")))
     if row.get("text") is not None:
-        _require(row["text"], str, "text: not a string", "text", "a string")
+        _require(row["text"], str, "text")
         return Conversation(origin, None, row["text"])
     raise MalformedRow(
         "none of the forms that are read",
@@ -199,51 +182,50 @@ def _conversation(origin: str, row: Any) -> Conversation:
     )
 
 
+def _require(value: Any, kind: type, key: str, where: str = "") -> None:
+    """Raises Malformed if the value is not an instance of `kind`. where: prefix of the key in the message"""
+    if not isinstance(value, kind):
+        raise MalformedRow(f"{key}: not {KIND_NAMES[kind]}", f"{where}{key} is {shown(value)}, not {KIND_NAMES[kind]}")
+
+
 def _alpaca_turns(row: dict) -> list[dict]:
     """A row of the Alpaca form as ShareGPT's turns; `input` may be missing or empty. Raises Malformed."""
     for key in ("instruction", "input", "output"):
-        _require(row.get(key) or "", str, f"{key}: not a string", key, "a string")
+        _require(row.get(key) or "", str, key)
     if row.get("history"):
         raise MalformedRow("history: not read", "history: earlier turns are not read in this form; write `messages`")
     question = "\n\n".join(filter(None, (row["instruction"], row.get("input"))))
     return [{"from": "user", "value": question}, {"from": "assistant", "value": row["output"]}]
 
 
-def _require(value: Any, kind: type, reason: str, where: str, expected: str) -> None:
-    """Raises Malformed if the value is not an instance of `kind`."""
-    if not isinstance(value, kind):
-        raise MalformedRow(reason, f"{where} is {shown(value)}, not {expected}")
-
-
 def _message(where: str, message: Any) -> dict:
     """Convert a message to OpenAI's form, reasoning and tool calls included. Other keys stay. Raises Malformed."""
-    _require(message, dict, "a message is not an object", where, "an object with role and content")
+    _require(message, dict, "message", where)
     role_key, content_key = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
     name = message.get(role_key)
-    role = ROLES.get(name.lower()) if isinstance(name, str) else None
+    role = ROLES.get(str(name).lower())
     if role is None:
-        raise MalformedRow(UNKNOWN_ROLE, f"{where}: unknown role {shown(name)}, none of {KNOWN_ROLES}")
+        raise MalformedRow(UNKNOWN_ROLE, f"{where}unknown role {shown(name)}, none of {KNOWN_ROLES}")
     standard_keys = (role_key, content_key, *REASONING_KEYS, "tool_calls")
     extras = {key: value for key, value in message.items() if key not in standard_keys and value is not None}
     if reasoning := _reasoning(where, message):
         extras["reasoning_content"] = reasoning
-    if calls := _parsed(f"{where}: ", "tool_calls", message.get("tool_calls")):
-        _require(calls, list, "tool_calls: not a list", f"{where}: tool_calls", "a list of calls")
-        extras["tool_calls"] = [_tool_call(f"{where}: tool_calls", call) for call in calls]
+    if calls := _parsed("tool_calls", message.get("tool_calls"), where):
+        _require(calls, list, "tool_calls", where)
+        extras["tool_calls"] = [_tool_call(f"{where}tool_calls: ", call) for call in calls]
     content = message.get(content_key)
     if content is None and not (role == "assistant" and extras):
-        raise MalformedRow("a message without content", f"{where} has no {content_key}")
+        raise MalformedRow("a message without content", f"{where}no {content_key}")
     return {"role": role, "content": "" if content is None else _content(where, content), **extras}
 
 
 def _content(where: str, content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    reason = "content: not text"
-    _require(content, list, reason, f"{where}: content", "a string or a list of text parts")
+    """The text of a content, which may be in parts. Raises Malformed."""
+    if not isinstance(content, list):
+        content = [{"type": "text", "text": content}]
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise MalformedRow(reason, f"{where}: content part {shown(part)} is not text")
+            raise MalformedRow("content: not text", f"{where}content {shown(part)} is not text")
     return "".join(part["text"] for part in content)
 
 
@@ -251,20 +233,17 @@ def _reasoning(where: str, message: dict) -> str | None:
     """The message's reasoning, whichever of the known keys it is under. Raises Malformed."""
     values = {key: message[key] for key in REASONING_KEYS if message.get(key)}
     for key, value in values.items():
-        _require(value, str, f"{key}: not a string", f"{where}: {key}", "a string")
+        _require(value, str, key, where)
     if len(set(values.values())) > 1:
         raise MalformedRow(
-            "reasoning under several names", f"{where}: {' and '.join(values)} differ, and only one can be used"
+            "reasoning under several names", f"{where}{' and '.join(values)} differ, and only one can be used"
         )
     return next(iter(values.values()), None)
 
 
-def _parsed(where: str, key: str, value: Any) -> Any:
+def _parsed(key: str, value: Any, where: str = "") -> Any:
     """Parse the value if it is a JSON string, as Parquet files often store data that has no fixed columns. Raises
-    Malformed.
-
-    where: prefix of the key in error messages
-    """
+    Malformed."""
     if not isinstance(value, str):
         return value
     try:
@@ -278,31 +257,29 @@ def _parsed(where: str, key: str, value: Any) -> Any:
 def _tool_call(where: str, call: Any) -> dict:
     """Convert a call so that its arguments are an object, as chat templates and serving engines expect. In OpenAI's
     form they are a JSON string. Raises Malformed."""
-    if not isinstance(call, dict):
-        raise MalformedRow("tool_calls: not a call", f"{where}: {shown(call)} is not an object")
+    _require(call, dict, "call", where)
     if isinstance(call.get("function"), dict):
         outer, inner = call, call["function"]
     else:
         outer = {"type": "function", **{key: call[key] for key in ("id",) if key in call}}
         inner = {key: value for key, value in call.items() if key not in ("id", "type")}
     if not (isinstance(inner.get("name"), str) and inner["name"]):
-        raise MalformedRow("tool_calls: not a call", f"{where}: {shown(call)} names no function")
+        raise MalformedRow("tool_calls: not a call", f"{where}{shown(call)} names no function")
     if isinstance(inner.get("arguments"), str):
-        inner = {**inner, "arguments": _parsed(f"{where}: ", "arguments", inner["arguments"]) or {}}
+        inner = {**inner, "arguments": _parsed("arguments", inner["arguments"], where) or {}}
     return {**outer, "function": inner}
 
 
 def _tools(tools: Any) -> list | None:
     """Convert tool schemas to the form that serving engines pass to the template:
     `{"type": "function", "function": {...}}`. Raises Malformed."""
-    tools = _parsed("", "tools", tools)
-    tools = [_parsed("", "tools", tool) for tool in tools] if isinstance(tools, list) else tools
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise MalformedRow("tools: not a list of schemas", f"tools is {shown(tools)}, not a list of tool schemas")
-    return [_tool(tool) for tool in tools or []] or None
+    tools = _parsed("tools", tools) or []
+    _require(tools, list, "tools")
+    return [_tool(_parsed("tools", tool)) for tool in tools] or None
 
 
-def _tool(tool: dict) -> dict:
+def _tool(tool: Any) -> dict:
+    _require(tool, dict, "a tool")
     if "function" in tool or tool.get("type", "function") != "function" or not isinstance(tool.get("name"), str):
         return tool  # already in that form, or not a function (`{"type": "web_search"}`)
     return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}

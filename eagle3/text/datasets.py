@@ -3,35 +3,73 @@
 Only the rows that are needed are streamed, and a copy on disk ensures that they are downloaded only once.
 """
 
-import difflib
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
-from pydantic import TypeAdapter
 
 from eagle3.console import waiting
 from eagle3.errors import UserError
 from eagle3.hub import require_hub
-from eagle3.parsing import parse_json
 from eagle3.text.cache import found, replacing_folder
-from eagle3.text.rows import MalformedRow, Row, first_readable, plain_row
+from eagle3.text.rows import MalformedRow, Row, first_readable, without_nulls
 
 # owner/name, or the bare name of an early hub dataset; optionally followed by a split and a revision.
 DATASET = re.compile(r"(?P<id>[\w-][\w.-]*(/[\w-][\w.-]*)?)(:(?P<split>\w+))?(@(?P<revision>[\w./-]+))?")
-# The same with a slice in the notation of the `datasets` library: `owner/name:train[:10]`.
-SLICE = re.compile(DATASET.pattern + r"\[.*\].*")
-PRESET = re.compile(r"preset:[^:@]*(?P<held_out>:held_out)?(@(?P<revision>.+))?")
-ROWS = "rows.jsonl"  # of a copy: [origin, row], or [origin, null, reason, detail] of a malformed row
+PRESET = re.compile(r"preset:(?P<name>[^:@]*)(?P<held_out>:held_out)?(@(?P<revision>.+))?")
+ROWS = "rows.jsonl"  # of a copy: [origin, row]
 HOLDS_ROW = ("messages", "conversations", "text", "instruction")  # a row has one of these
 READ = (*HOLDS_ROW, "input", "output", "history", "system", "tools")  # the columns read from a row
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset, as presets.yaml or an id describes it, and how its rows become those that conversations.py reads."""
+
+    path: str  # hub id, folder, or a reader of the library ("json", "parquet")
+    train: str = "train"  # name of the split
+    held_out: str | None = None  # name of the split
+    config: str | None = None
+    files: tuple[str, ...] = ()  # () for those that the dataset itself names
+    # Either the column with whole conversations, in OpenAI's or ShareGPT's form:
+    chat: str | None = None
+    # or, for single questions, the columns of the question (those with text, joined by blank lines) and of the answer;
+    # if there is neither, rows have one of the forms already.
+    questions: tuple[str, ...] = ()
+    answer: str | None = None
+
+    @property
+    def columns(self) -> str:
+        """What is read of a row, in words."""
+        question = f"{' + '.join(self.questions)} → {self.answer}"
+        return self.chat or (question if self.answer else ", ".join(READ))
+
+    def convert(self, row: dict) -> dict | None:
+        """A row in a form that conversations.py reads, without other columns, which may hold values that JSON cannot
+        represent. Returns None if a question, an answer or a message's text is missing, or if a message is not an
+        object."""
+        if self.chat:
+            messages = row.get(self.chat)
+            whole = isinstance(messages, list) and all(
+                isinstance(message, dict) and message.get("content", message.get("value")) is not None
+                for message in messages
+            )
+            return {self.chat: messages} if messages and whole else None
+        if self.answer:
+            question = "\n\n".join(row[column] for column in self.questions if row.get(column))
+            turns = {"user": question, "assistant": row.get(self.answer)}
+            messages = [{"role": role, "content": content} for role, content in turns.items() if content]
+            return {"messages": messages} if len(messages) == 2 else None
+        if not any(column in row for column in HOLDS_ROW):
+            return dict.fromkeys(row)  # its column names, for the error message
+        return {column: row[column] for column in READ if column in row}
 
 
 @dataclass(frozen=True)
@@ -39,18 +77,14 @@ class DatasetSource:
     """Rows of one split of a dataset."""
 
     source: str  # as the user named it
-    dataset: str  # hub id, folder, or a reader of the library ("json", "parquet")
-    convert: Callable[[dict], dict | None]  # to a form that conversations.py reads; None leaves the row out
-    columns: str  # what `convert` reads, in words; a copy of other columns is not reused
-    # As in `datasets.load_dataset`:
-    split: str = "train"
-    config: str | None = None
-    files: tuple[str, ...] = ()  # () for those that the dataset itself names
-    revision: str | None = None
+    dataset: Dataset
+    split: str
+    revision: str | None
 
     def copy(self, folder: Path, limit: int | None) -> Path:
         """The folder for the local copy of the first `limit` rows, or of all rows."""
-        parts = [self.source, self.dataset, self.config, self.split, self.files, self.revision, self.columns, limit]
+        place = self.dataset
+        parts = [self.source, place.path, place.config, self.split, place.files, self.revision, place.columns, limit]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         return folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', self.source)}-{digest[:16]}"
 
@@ -59,22 +93,31 @@ def source_of_id(source: str) -> DatasetSource | None:
     """The source named by `owner/name`, `owner/name:split`, `owner/name@revision` or `owner/name:split@revision`; None
     for a text that is no dataset id."""
     parts = DATASET.fullmatch(source)
-    return parts and DatasetSource(
-        source,
-        parts["id"],
-        split=parts["split"] or "train",
-        revision=parts["revision"],
-        convert=read_columns,
-        columns=", ".join(READ),
-    )
+    return parts and DatasetSource(source, Dataset(path=parts["id"]), parts["split"] or "train", parts["revision"])
 
 
-def read_columns(row: dict) -> dict:
-    """Keep only the columns that conversations need, since others may hold values that JSON cannot represent. A row
-    without a conversation keeps only its column names, for the error message."""
-    if not any(column in row for column in HOLDS_ROW):
-        return dict.fromkeys(row)
-    return {column: row[column] for column in READ if column in row}
+@cache
+def presets() -> dict[str, Dataset]:
+    """All presets by name."""
+    facts = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
+    return {name: Dataset(**fields) for name, fields in facts.items()}
+
+
+def preset_source(source: str) -> DatasetSource:
+    """The source named by `preset:NAME` or `preset:NAME:held_out`, each optionally with `@REVISION`. Raises UserError
+    for an unknown name or part."""
+    parts = PRESET.fullmatch(source)
+    preset = presets().get(parts["name"]) if parts else None
+    if preset is None:
+        raise UserError(
+            f"{source}: no such preset; write preset:NAME, preset:NAME:held_out or ...@revision, with one of the names "
+            f"{', '.join(sorted(presets()))}"
+        )
+    if parts["held_out"] and preset.held_out is None:
+        raise UserError(
+            f"{source}: this set has no held-out split; leave data.held_out out, and data.held_out_fraction is held out"
+        )
+    return DatasetSource(source, preset, preset.held_out if parts["held_out"] else preset.train, parts["revision"])
 
 
 def downloaded_rows(
@@ -107,25 +150,16 @@ def downloaded_rows(
         return
     report(f"{source.source}: read from {copy}; delete it to download the rows anew")
     with (copy / ROWS).open(encoding="utf-8") as lines:
-        copied = ((origin, MalformedRow(*flaw) if flaw else row) for origin, row, *flaw in map(parse_json, lines))
-        yield from first_readable(copied, parse, limit)
+        yield from first_readable(map(json.loads, lines), parse, limit)
 
 
 def _written(rows: Iterable[tuple[str, Any]], lines: TextIO) -> Iterator[tuple[str, Any]]:
     for origin, row in rows:
-        lines.write(_line(origin, row))
-        yield origin, row
-
-
-def _line(origin: str, row: dict | MalformedRow) -> str:
-    if isinstance(row, MalformedRow):  # the row may be nested too deeply for JSON
-        return json.dumps([origin, None, row.reason, row.detail]) + "\n"
-    for column, value in row.items():
         try:
-            json.dumps(value)
+            lines.write(json.dumps([origin, row]) + "\n")
         except TypeError as error:
-            raise UserError(f"{origin}: column {column}: {error}; make it text, or take it out") from error
-    return json.dumps([origin, row]) + "\n"
+            raise UserError(f"{origin}: {error}; make it text, or take it out") from error
+        yield origin, row
 
 
 def _converted(source: DatasetSource, report: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
@@ -133,8 +167,7 @@ def _converted(source: DatasetSource, report: Callable[[str], None]) -> Iterator
     left_out = 0
     try:
         for number, row in enumerate(_streamed(source, report), 1):
-            plain = plain_row(row)
-            conversation = plain if isinstance(plain, MalformedRow) else source.convert(plain)
+            conversation = source.dataset.convert(row)
             if conversation is None:
                 left_out += 1
             else:
@@ -150,110 +183,28 @@ def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HTTPError  # that of the HTTP library that this version uses
 
+    dataset = source.dataset
     disable_progress_bars()  # they garble logs, and the reader of the rows shows its own progress
     try:
-        if "/" in source.dataset and not Path(source.dataset).is_dir():
+        if "/" in dataset.path and not Path(dataset.path).is_dir():
             require_hub()
         with waiting(report, f"{source.source}: opening it"):
             rows = iter(
                 load_dataset(
-                    source.dataset,
-                    source.config,
+                    dataset.path,
+                    dataset.config,
                     split=source.split,
-                    data_files={source.split: list(source.files)} if source.files else None,
+                    data_files={source.split: list(dataset.files)} if dataset.files else None,
                     revision=source.revision,
                     streaming=True,
                 )
             )
             first_rows = list(islice(rows, 1))
-        yield from chain(first_rows, rows)
+        yield from map(without_nulls, chain(first_rows, rows))
     # Not retried, because the library has already done so for minutes. ValueError: an unknown name or split.
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         hint = "" if source.source.startswith("preset:") else "no file or folder here, and as a dataset id it "
         raise UserError(
             f"{source.source}: {hint}cannot be read ({type(error).__name__}: {error}); fix the name or the network, "
-            f"or download the files of huggingface.co/datasets/{source.dataset} by hand and name those"
+            f"or download the files of huggingface.co/datasets/{dataset.path} by hand and name those"
         ) from error
-
-
-# Presets -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A hub dataset with a short name."""
-
-    dataset: str
-    licence: str  # as the dataset's page states it
-    note: str
-    size: str  # number of conversations in `train`
-    train: str = "train"  # name of the split
-    held_out: str | None = None  # name of the split
-    config: str | None = None
-    files: tuple[str, ...] = ()
-    # Either the column with whole conversations, in OpenAI's or ShareGPT's form:
-    chat: str | None = None
-    # or, for single questions, the columns of the question (those with text, joined by blank lines) and of the answer:
-    questions: tuple[str, ...] = ()
-    answer: str = ""
-    unverified: str = ""  # which of these facts no public source confirms
-
-    @property
-    def columns(self) -> str:
-        return self.chat or f"{' + '.join(self.questions)} → {self.answer}"
-
-
-@cache
-def presets() -> dict[str, Preset]:
-    """All presets by name."""
-    return TypeAdapter(dict[str, Preset]).validate_python(
-        yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
-    )
-
-
-def preset_source(source: str) -> DatasetSource:
-    """The source named by `preset:NAME` or `preset:NAME:held_out`, each optionally with `@REVISION`. Raises UserError
-    for an unknown name or part."""
-    known_presets, name = presets(), re.split("[:@]", source)[1]
-    if name not in known_presets:
-        suggestion = difflib.get_close_matches(name, known_presets, n=1, cutoff=0.0)[0]
-        raise UserError(
-            f"{source}: there is no preset of that name; did you mean preset:{suggestion}? There are "
-            f"{', '.join(sorted(known_presets))}"
-        )
-    preset, parts = known_presets[name], PRESET.fullmatch(source)
-    if parts is None:
-        raise UserError(
-            f"{source}: not the form of a preset; write preset:{name}, preset:{name}:held_out or ...@revision"
-        )
-    if parts["held_out"] and preset.held_out is None:
-        raise UserError(
-            f"{source}: this set has no held-out split; leave data.held_out out, and data.held_out_fraction is held out"
-        )
-    return DatasetSource(
-        source,
-        preset.dataset,
-        split=preset.held_out if parts["held_out"] else preset.train,
-        config=preset.config,
-        files=preset.files,
-        revision=parts["revision"],
-        convert=partial(as_conversation, preset),
-        columns=preset.columns,
-    )
-
-
-def as_conversation(preset: Preset, row: dict) -> dict | None:
-    """Convert a row of the dataset to a form that conversations.py reads, without other columns. Returns None if a
-    question, an answer or a message's text is missing, or if a message is not an object."""
-    if preset.chat:
-        messages = row.get(preset.chat)
-        whole = isinstance(messages, list) and all(
-            isinstance(message, dict) and message.get("content", message.get("value")) is not None
-            for message in messages
-        )
-        return {preset.chat: messages} if messages and whole else None
-    question = "\n\n".join(row[column] for column in preset.questions if row.get(column))
-    answer = row.get(preset.answer)
-    if not question or not answer:
-        return None
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}

@@ -5,7 +5,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -24,8 +24,7 @@ from eagle3.text.template import Choices, Unusable
 
 # A process takes about two seconds to start; one core encodes a million characters per second, renderings included.
 CHARACTERS_WORTH_A_PROCESS = 4_000_000
-# Conversations that go to a process together: at most so many, and none after so many characters.
-CHUNK, CHUNK_CHARACTERS = 64, 1 << 22
+CHUNK = 8  # conversations that go to a process together: few, because each may have LONGEST_ROW characters
 # Most characters in a row; each takes up to 250 bytes during tokenisation. For long samples the limit is
 # LONGEST_TOKEN characters for each token of the longest sample, if that is more.
 LONGEST_ROW, LONGEST_TOKEN = 1 << 24, 16
@@ -46,10 +45,9 @@ class EncodingProblem(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """The result of encoding one conversation: ids and loss mask, or a problem."""
+    """The samples made of one conversation, or the problem that it has."""
 
-    ids: np.ndarray | None = None  # int32 [T]; still whole if the text is to be split
-    loss_mask: np.ndarray | None = None  # bool [T]
+    samples: Sequence[tuple[np.ndarray, np.ndarray]] = ()  # ids, int32 [T], and loss mask, bool [T], of each
     truncated: bool = False
     problem: EncodingProblem | None = None
     empty_answers: int = 0  # how many of its answers are empty
@@ -62,7 +60,7 @@ class SampleEncoder:
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None  # Jinja source; None for the tokenizer's own
     max_length: int  # tokens
-    # If a sample is too long: "truncate" cuts it, "split" leaves a text whole for `split`, the others give a Problem.
+    # If a sample is too long: "truncate" cuts it, "split" cuts a text into several, the others give a Problem.
     too_long: Literal["stop", "drop", "truncate", "split"] = "stop"
     unusable: Literal["stop", "drop"] = "stop"  # samples without a mask
     malformed: Literal["stop", "drop"] = "stop"  # rows that cannot be read
@@ -79,31 +77,25 @@ class SampleEncoder:
             return Outcome(problem=EncodingProblem("unusable", str(refusal)))
         length = len(encoded.ids)
         too_long = length > self.max_length
-        if too_long and self.too_long != "truncate":
+        splits = self.too_long == "split" and conversation.messages is None and self.choices.text == "plain"
+        if too_long and not splits and self.too_long != "truncate":
             reason = f"longer than {self.max_length} tokens"
             if self.too_long == "split":
-                if conversation.messages is None and self.choices.text == "plain":
-                    return Outcome(encoded.ids, encoded.loss_mask)
                 reason += ", and a piece of a conversation would lack its question"
             return Outcome(problem=EncodingProblem("too_long", reason, f"{length} tokens"))
         if length < 2:
             return Outcome(problem=EncodingProblem("unusable", "fewer than two tokens"))
-        ids, loss_mask = encoded.ids[: self.max_length], encoded.loss_mask[: self.max_length]
         # A supervised token teaches the draft what follows it, so the last token alone teaches nothing.
-        if not loss_mask[:-1].any():
+        starts = range(0, length - 1, self.max_length) if splits else (0,)
+        pieces = [slice(start, start + self.max_length) for start in starts]
+        samples = [(encoded.ids[piece], encoded.loss_mask[piece]) for piece in pieces]
+        if not any(loss_mask[:-1].any() for _, loss_mask in samples):
             flaw = (
                 "all supervised tokens are cut off" if too_long else "no supervised token is followed by another token"
             )
             return Outcome(problem=EncodingProblem("unusable", flaw))
-        return Outcome(
-            ids, loss_mask, too_long, empty_answers=sum(start < self.max_length for start in encoded.empty_answers)
-        )
-
-
-def split(outcome: Outcome, longest: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Cut an outcome into pieces (ids, loss_mask) of up to `longest` tokens. Drops a last piece of one token."""
-    pieces = (slice(start, start + longest) for start in range(0, len(outcome.ids) - 1, longest))
-    return [(outcome.ids[piece], outcome.loss_mask[piece]) for piece in pieces]
+        empty_answers = sum(start < self.max_length for start in encoded.empty_answers)
+        return Outcome(samples, truncated=too_long and not splits, empty_answers=empty_answers)
 
 
 # Some conversations, one after another, and the outcome of each.
@@ -116,9 +108,9 @@ def useful_processes(rows: int, characters: int, workers: int | None) -> int:
     return min(-(-rows // CHUNK), 1 + characters // CHARACTERS_WORTH_A_PROCESS, workers or cpu_count())
 
 
-def encode_all(encoder: SampleEncoder, conversations: Iterable[Conversation], processes: int) -> Iterator[EncodedChunk]:
+def encode_all(encoder: SampleEncoder, conversations: Iterator[Conversation], processes: int) -> Iterator[EncodedChunk]:
     """Yield all conversations in order, with their outcomes. Reads only a few chunks ahead of what it yields."""
-    chunks = _chunks(conversations)
+    chunks = iter(lambda: [*islice(conversations, CHUNK)], [])
     if processes == 1:
         for chunk in chunks:
             yield chunk, [encoder.outcome(conversation) for conversation in chunk]
@@ -157,15 +149,3 @@ def _end_with_parent() -> None:
 
 def _outcomes(chunk: list[Conversation]) -> list[Outcome]:
     return [_encoder.outcome(conversation) for conversation in chunk]
-
-
-def _chunks(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
-    chunk, characters = [], 0
-    for conversation in conversations:
-        chunk.append(conversation)
-        characters += conversation.characters
-        if len(chunk) == CHUNK or characters >= CHUNK_CHARACTERS:
-            yield chunk
-            chunk, characters = [], 0
-    if chunk:
-        yield chunk

@@ -40,14 +40,9 @@ class Mixed(NamedTuple):
         )
 
 
-class Mixture(NamedTuple):
-    samples: SampleSet  # of an epoch
-    sources: list[Mixed]
-
-
-def mixture(samples: SampleSet, parts: Sequence[MixedPart], seed: int) -> Mixture:
-    """An epoch's samples, in the order of the sources. The same for the same samples and seed. Raises UserError if a
-    source gets none. samples: some of the stored samples of a set (others are held out)."""
+def mixture(samples: SampleSet, parts: Sequence[MixedPart], seed: int) -> tuple[SampleSet, list[Mixed]]:
+    """An epoch's samples, in the order of the sources, and what it has of each. The same for the same samples and seed.
+    Raises UserError if a source gets none. samples: some of the stored samples of a set (others are held out)."""
     bounds, draws = np.cumsum([0, *(part.stored for part in parts)]), samples.draws(seed, b"mixture")
     lengths, supervised = samples.lengths, samples.count(lambda loss_mask: loss_mask)[:, 0]
     chosen, mixed = [], []
@@ -75,4 +70,4 @@ def mixture(samples: SampleSet, parts: Sequence[MixedPart], seed: int) -> Mixtur
         chosen.append(np.repeat(places, counts))
         tokens, taught = int(counts @ lengths[places]), int(counts @ supervised[places])
         mixed.append(Mixed(source, len(places), number, tokens, taught))
-    return Mixture(samples.subset(np.concatenate(chosen)), mixed)
+    return samples.subset(np.concatenate(chosen)), mixed

@@ -30,11 +30,10 @@ from eagle3.text.encode import (
     Outcome,
     SampleEncoder,
     encode_all,
-    split,
     tokenizer_identity,
     useful_processes,
 )
-from eagle3.text.rows import LISTED, MalformedRows, others
+from eagle3.text.rows import LISTED, MalformedRows
 from eagle3.text.samples import Sample, SampleSet, SampleWriter
 from eagle3.text.template import Unusable, choose_template, reasoning_key, renderer
 
@@ -116,10 +115,11 @@ class Summary:
         """Lines that say why rows were dropped: one for each of the LISTED most frequent reasons, one for the rest."""
         counts = Counter(self.dropped)
         top_reasons = counts.most_common(LISTED)
-        return [
-            *(f"{count:,} dropped: {reason} (first {self.examples[reason]})" for reason, count in top_reasons),
-            *(f"{line}, which a run lists in run.json and its report" for line in others(counts, top_reasons)),
-        ]
+        lines = [f"{count:,} dropped: {reason} (first {self.examples[reason]})" for reason, count in top_reasons]
+        if rest := counts.total() - sum(count for _, count in top_reasons):
+            others = counted(len(counts) - LISTED, "other reason")
+            lines.append(f"{rest:,} for {others}, which a run lists in run.json and its report")
+        return lines
 
 
 class Prepared(NamedTuple):
@@ -230,8 +230,7 @@ def _write(
     with SampleWriter(folder, summary.kept, summary.tokens) as writer, progress.also_between():
         saved = time.monotonic()
         for chunk, outcomes in encode_all(encoder, islice(rows, earlier.rows, None), processes):
-            usable = [outcome for outcome in outcomes if outcome.problem is None]
-            samples = [piece for outcome in usable for piece in split(outcome, encoder.max_length)]
+            samples = [sample for outcome in outcomes for sample in outcome.samples]
             problems = [(row.origin, each.problem) for row, each in zip(chunk, outcomes, strict=True) if each.problem]
             fatal += [(origin, problem) for origin, problem in problems if "drop" not in policies[problem.kind]]
             summary += Summary.of(outcomes, problems, samples)

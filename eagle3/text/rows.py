@@ -4,21 +4,20 @@ Malformed rows are counted by reason, and either listed in one error or left out
 """
 
 import json
+from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
-from eagle3.console import counted
-from eagle3.errors import UserError, shown
-from eagle3.parsing import DEEPEST, is_too_deep, parse_json
+from eagle3.errors import UserError
+from eagle3.parsing import parse_json
 
 KINDS = (".json", ".jsonl", ".parquet")
 # Longest line: eight times the longest row that is tokenised, because JSON may escape its characters.
-MOST_CHARACTERS = 1 << 27
+MOST_BYTES = 1 << 27
 LISTED = 10  # malformed rows listed in an error; reasons for dropped rows listed in a log
-NAMED = 3  # reasons listed on one line
 UNKNOWN_ROLE = "unknown role"
 
 Row = TypeVar("Row")
@@ -81,15 +80,8 @@ class MalformedRows:
 
 
 def by_reason(counts: Counter[str]) -> str:
-    """The most frequent reasons, in one line."""
-    top_reasons = counts.most_common(NAMED)
-    return ", ".join([*(f"{count:,}: {reason}" for reason, count in top_reasons), *others(counts, top_reasons)])
-
-
-def others(counts: Counter[str], top_reasons: list[tuple[str, int]]) -> list[str]:
-    """At most one text: how many rows have other reasons than `top_reasons`. Empty if there are no such rows."""
-    other_reasons, rows = len(counts) - len(top_reasons), counts.total() - sum(count for _, count in top_reasons)
-    return [f"{rows:,} for {counted(other_reasons, 'other reason')}"] if other_reasons else []
+    """The reasons in one line, the most frequent first."""
+    return ", ".join(f"{count:,}: {reason}" for reason, count in counts.most_common())
 
 
 def first_readable(
@@ -112,61 +104,44 @@ def first_readable(
 
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (origin, row or Malformed) for each row of a file whose suffix is one of KINDS. Raises UserError if the
-    file cannot be read or its rows cannot be separated."""
-    try:
-        with path.open(encoding="utf-8-sig", errors="surrogateescape") as file:
-            begins_list = file.read(1000).lstrip().startswith("[")  # whatever its name says; a row is an object
-        if path.suffix == ".parquet":
-            yield from _parquet_rows(path)
-        else:
-            yield from _list_rows(path) if begins_list else _line_rows(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error}); check its rights and its disk") from error
+    """Yield (origin, row or Malformed) for each row of a file whose suffix is one of KINDS. Raises OSError, and
+    UserError if its rows cannot be separated."""
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(path)
+        return
+    with path.open("rb") as file:
+        begins_list = file.read(1000).removeprefix(BOM_UTF8).lstrip().startswith(b"[")  # whatever its name says
+        file.seek(0)
+        yield from _list_rows(path, file.read()) if begins_list else _line_rows(path, file)
 
 
-def _list_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Read a file that holds a list of rows, or a list on each line."""
-    rows = _value(path.read_text(encoding="utf-8-sig", errors="surrogateescape"), lines=True)
-    if isinstance(rows, list):
-        yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
-    elif any(isinstance(row, list) for _, row in islice(_line_rows(path), 1)):
-        yield from _line_rows(path)
-    else:
+def _list_rows(path: Path, text: bytes) -> Iterator[tuple[str, Any]]:
+    rows = _value(text)
+    if isinstance(rows, MalformedRow):
         raise UserError(f"{path}: {rows.detail}, so its rows cannot be separated; fix the file")
+    yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
 
 
-def _line_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open(encoding="utf-8-sig", errors="surrogateescape") as lines:
-        number = 0
-        while line := lines.readline(MOST_CHARACTERS):
-            number += 1
-            if len(line) == MOST_CHARACTERS and line[-1] != "\n":
-                while (rest := lines.readline(MOST_CHARACTERS)) and rest[-1] != "\n":
-                    pass
-                yield f"{path}:{number}", MalformedRow(f"a line of {MOST_CHARACTERS:,} characters or more")
-            elif line.strip():
-                yield f"{path}:{number}", _value(line.rstrip())
+def _line_rows(path: Path, lines: BinaryIO) -> Iterator[tuple[str, Any]]:
+    number = 0
+    while line := lines.readline(MOST_BYTES):
+        number += 1
+        if len(line) == MOST_BYTES and not line.endswith(b"\n"):
+            while (rest := lines.readline(MOST_BYTES)) and not rest.endswith(b"\n"):
+                pass
+            yield f"{path}:{number}", MalformedRow(f"a line of {MOST_BYTES:,} bytes or more")
+        elif text := line.removeprefix(BOM_UTF8).strip():
+            yield f"{path}:{number}", _value(text)
 
 
-def _value(text: str, lines: bool = False) -> Any:
-    """Parse JSON. Returns the value, or Malformed if the text is not valid.
-
-    text: has unpaired surrogates in place of bytes that are not UTF-8
-    lines: whether the text may span several
-    """
+def _value(text: bytes) -> Any:
+    """Parse JSON. Returns the value, or Malformed if the text is not valid."""
     try:
-        if not text.isascii():
-            text.encode()
-        return parse_json(text)
-    except UnicodeEncodeError as error:
-        byte = f"byte 0x{ord(text[error.start]) & 0xFF:02x}"
-        reason, flaw = "not UTF-8 text", json.JSONDecodeError(byte, text, error.start)
+        return parse_json(text.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return MalformedRow("not UTF-8 text", f"not UTF-8 text ({error})")
     except json.JSONDecodeError as error:
-        reason, flaw = "not valid JSON", error
-    where = f"line {flaw.lineno}, column {flaw.colno}" if lines else f"column {flaw.colno}"
-    excerpt = shown(text[max(flaw.pos - flaw.colno + 1, flaw.pos - 20) : flaw.pos + 20].strip())
-    return MalformedRow(reason, f"{reason} ({where}: {flaw.msg}, near {excerpt})")
+        return MalformedRow("not valid JSON", f"not valid JSON ({error})")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -174,40 +149,20 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
-    flaws = (pyarrow.ArrowException, ValueError, ArithmeticError)
-
-    def rows_of(batch: pyarrow.RecordBatch) -> Iterator[Any]:
-        try:
-            return map(plain_row, batch.to_pylist())
-        except flaws as error:
-            if len(batch) == 1:
-                return iter(
-                    [MalformedRow("a value that cannot be read", f"a value that cannot be read ({error!s:.100})")]
-                )
-            return chain.from_iterable(rows_of(batch.slice(index, 1)) for index in range(len(batch)))
-
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            rows = chain.from_iterable(map(rows_of, file.iter_batches(batch_size=1024)))
-            for number, row in enumerate(rows, 1):
+            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
+            for number, row in enumerate(map(without_nulls, rows), 1):
                 yield f"{path} row {number}", row
-    except (OSError, *flaws) as error:
+    except (OSError, pyarrow.ArrowException, ValueError, ArithmeticError, RecursionError) as error:
         raise UserError(f"{path}: not a readable parquet file ({error!s:.200}); fix or convert it") from error
 
 
-def plain_row(row: dict) -> dict | MalformedRow:
-    """Remove the nulls from an Arrow row. Returns Malformed if the row is nested too deeply.
-
-    Arrow gives each row every key that occurs in the column, and a template would treat the missing ones as present.
-    """
-    if is_too_deep(row):
-        return MalformedRow(f"nested deeper than {DEEPEST} levels")
-    return _without_nulls(row)
-
-
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """An Arrow row without its nulls: Arrow gives each row every key that occurs in the column, and a template would
+    treat the missing ones as present."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [without_nulls(item) for item in value]
     return value

@@ -149,8 +149,8 @@ def test_a_missing_recipe_is_named(tmp_path):
 
 def test_data_that_cannot_be_read_is_named(recipe, topology):
     absent = recipe.parent / "absent.jsonl"
-    assert complaint(recipe, topology, f"data.train=[{absent}]").startswith(f"{absent}: no such file or folder; fix")
-    assert complaint(recipe, topology, f"data.held_out=[{absent}]").startswith(f"{absent}: no such file or folder; ")
+    assert complaint(recipe, topology, f"data.train=[{absent}]").startswith(f"{absent}: no such file or folder")
+    assert complaint(recipe, topology, f"data.held_out=[{absent}]").startswith(f"{absent}: no such file or folder")
     absent = recipe.parent / "absent.jinja"
     assert complaint(recipe, topology, f"data.chat_template={absent}").startswith(f"{absent}: cannot be read")
     data = write_rows(recipe, [])
@@ -542,8 +542,8 @@ def test_a_job_of_two_processes_ends_with_one_line_and_without_a_traceback(recip
     before, absent = runs(recipe), tmp_path / "absent.jsonl"
     job = (*deepspeed(2), "launchers/train.py", "--recipe", str(recipe))
     output = finish(launch(*job, f"data.train=[{absent}]"), code=2)
-    errors = [line for line in output.splitlines() if line.startswith("error:")]
-    assert errors == [f"error: {absent}: no such file or folder; fix the path in data.train or data.held_out"]
+    [error] = [line for line in output.splitlines() if line.startswith("error:")]
+    assert error.startswith(f"error: {absent}: no such file or folder") and "fix data.train" in error
     assert "Traceback" not in output and runs(recipe) == before
 
 

@@ -609,7 +609,7 @@ def test_malformed_rows_are_listed_before_anything_is_asked_for_or_left_out_and_
     assert f"  {source}:3: the row is [1]" in output and f"  {source}:4: not valid JSON" in output
     assert output.endswith("  fix them, or leave malformed rows out with --malformed drop\n")
     code, output = called_here(*words, "--malformed", "drop")
-    assert code == 0 and f"1 left out: malformed row (not an object) (first {source}:3)" in output
+    assert code == 0 and f"1 left out: malformed row (the row: not an object) (first {source}:3)" in output
     summary = json.loads((tmp_path / "out.jsonl.record" / "summary.json").read_text())
     assert (summary["read"], summary["rows"], sum(summary["left_out"].values())) == (1, 1, 2)
 

@@ -27,14 +27,15 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
 
 
-def data(path: Path, *answers: str | None) -> list[str]:
-    """A file of one-question conversations; None for one without an answer."""
-    rows = []
-    for answer in answers:
-        said = [] if answer is None else [{"role": "assistant", "content": answer}]
-        rows.append({"messages": [{"role": "user", "content": "Hi"}, *said]})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [str(path)]
+def jsonl(path: Path, *rows: object) -> str:
+    """Writes rows into a file, and returns its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def turns(*contents: str) -> list[dict]:
+    """A conversation that a user begins."""
+    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(contents)]
 
 
 def prepare(sources: list[str], tokenizer: PreTrainedTokenizerFast, **options: object) -> Prepared:
@@ -43,9 +44,17 @@ def prepare(sources: list[str], tokenizer: PreTrainedTokenizerFast, **options: o
     return prepare_samples(sources, SampleEncoder(tokenizer, **options), **own)
 
 
-def prepared(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, *answers: str | None, **options: object) -> Prepared:
-    sources = data(tmp_path / "data.jsonl", *answers)
-    return prepare(sources, tokenizer, cache_dir=tmp_path / "cache", **{**OPTIONS, **options})
+def prepared(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, *answers: str | None | dict, **options: object
+) -> Prepared:
+    """Prepares one-question conversations with these answers; None for one without an answer, a dict for a row as it
+    is."""
+    rows = [
+        answer if isinstance(answer, dict) else {"messages": turns("Hi", answer)[: 1 if answer is None else 2]}
+        for answer in answers
+    ]
+    options = {**OPTIONS, "cache_dir": tmp_path / "cache", **options}
+    return prepare([jsonl(tmp_path / "data.jsonl", *rows)], tokenizer, **options)
 
 
 def write_set(samples: SampleSet, folder: Path) -> None:

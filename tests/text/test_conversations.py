@@ -10,17 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from places import ROOT
+from prepare_cases import jsonl, turns
 
 from eagle3.errors import UserError
 from eagle3.text.conversations import Conversation, iterate_conversations, read_conversations
 
-OPENAI = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]}
-EXPECTED = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"})
-
-
-def jsonl(path: Path, *rows: object) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+OPENAI = {"messages": turns("Hi", "Yes")}
+EXPECTED = tuple(turns("Hi", "Yes"))
 
 
 def only(path: Path, row: object) -> Conversation:
@@ -46,14 +42,11 @@ def test_every_file_kind_gives_the_same_conversations_and_names_their_origin(tmp
 
 
 def test_a_list_is_read_as_one_whatever_its_file_is_called(tmp_path):
-    """A list named .jsonl was refused as lines that are no objects; a list on each line is still refused as such."""
     for number, indent in enumerate((None, 1)):
         path = tmp_path / f"list{number}.jsonl"
         path.write_text("\n " + json.dumps([OPENAI, OPENAI], indent=indent))
         rows = read_conversations([str(path)])
         assert [row.messages for row in rows] == [EXPECTED] * 2 and rows[1].origin == f"{path} row 2"
-    with pytest.raises(UserError, match="3 of 3 rows .*not an object"):
-        read_conversations([jsonl(tmp_path / "lists.jsonl", *[OPENAI["messages"]] * 3)])
 
 
 def test_an_alpaca_row_is_a_question_and_its_answer(tmp_path):
@@ -177,21 +170,15 @@ def test_the_standard_library_is_a_source():
     ("row", "message"),
     [
         ([1], r"a.jsonl row 1: the row is 1, not an object"),
-        ({"prompt": "Hi"}, r"a.jsonl:1: the row has the keys \['prompt'\] and none of"),
-        ({"messages": "Hi"}, "a.jsonl:1: messages is 'Hi', not a list"),
-        ({"messages": ["Hi"]}, r"a.jsonl:1: messages\[0\] is 'Hi', not an object"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\]: unknown role 'robot', none of user"),
+        ({"messages": ["Hi"]}, r"a.jsonl:1: messages\[0\]: message is 'Hi', not an object"),
         ({"conversations": [{"from": 3, "value": "x"}]}, r"conversations\[0\]: unknown role 3"),
-        ({"messages": [{"role": "user"}]}, r"messages\[0\] has no content"),
-        ({"messages": [{"role": "user", "content": 5}]}, "content is 5, not a string"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content part .* is not text"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content .* is not text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content .*image_url.* is not text"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
             "arguments '{' is not valid JSON",
         ),
-        ({"messages": [], "tools": "{"}, "tools '{' is not valid JSON"),
         ({"messages": [], "tools": 5}, "tools is 5, not a list"),
-        ({"text": 5}, "text is 5, not a string"),
         (
             {"messages": [{"role": "assistant", "thinking": {"a": 1}}]},
             r"messages\[0\]: thinking is {'a': 1}, not a string",
@@ -213,27 +200,12 @@ def test_a_row_of_another_form_is_named_with_its_value(tmp_path, row, message):
         only(tmp_path / "a.jsonl", row)
 
 
-def test_what_cannot_be_read_is_named_with_the_remedy(tmp_path):
-    def refused(name: str, content: bytes, message: str) -> None:
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=message):
-            read_conversations([str(tmp_path / name)])
-
-    refused("a.jsonl", b'{"text": "x"}\n\n{"text": \n', "a.jsonl:3: not valid JSON")
-    refused("a.json", b'[\n{"text": "x"},\n{"text": }]', r"a.json: not valid JSON \(line 3, column 10: ")
-    refused("a.json", b'[\n{"text": "x},\n{"text": "y"}]', r"\(line 2, column 14: .*cannot be separated; fix")
-    refused("b.jsonl", b"\xff\xfe", "b.jsonl:1: not UTF-8")
-    refused("b.json", b"\xff\xfe", "b.json:1: not UTF-8")
-    refused("c.parquet", b"not parquet", "c.parquet: not a readable parquet file")
-    refused("d.csv", b"a,b", "files of kind '.csv' are not read; convert")
-    refused("e.jsonl", b"\n", "e.jsonl: holds no rows")
-    refused("e.json", b"[]", "e.json: holds no rows")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty: this folder holds no .json"):
-        read_conversations([str(tmp_path / "empty")])
+def test_a_source_that_is_not_there_or_holds_no_files_is_named_with_the_remedy(tmp_path):
     for missing in (str(tmp_path / "absent.jsonl"), "absent.jsonl", "./absent"):
-        with pytest.raises(UserError, match="no such file or folder"):
+        with pytest.raises(UserError, match="no such file or folder .* fix data.train or data.held_out"):
             read_conversations([missing])
+    with pytest.raises(UserError, match="holds no .json, .jsonl, .parquet file; convert"):
+        read_conversations([str(tmp_path)])
 
 
 def test_a_dataset_id_that_cannot_be_loaded_is_one_line():

@@ -6,12 +6,13 @@ import os
 import resource
 import signal
 import time
-from pathlib import Path
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from limits import HANG_SECONDS
+from prepare_cases import prepared
 from report_case import write_run
 from tiny_run import TEMPLATE, write_recipe
 
@@ -30,7 +31,6 @@ from eagle3.text import encode
 from eagle3.text import template as templates
 from eagle3.text.chat import PRIVATE_USE, encode_conversation
 from eagle3.text.conversations import Conversation, read_conversations
-from eagle3.text.prepare import prepare_samples
 from eagle3.text.template import Unusable
 from eagle3.training.deepspeed_file import deepspeed_config
 
@@ -309,7 +309,7 @@ def test_a_process_that_cannot_be_interrupted_is_ended_and_its_rows_are_named(to
     process.start()
     process.join(HANG_SECONDS)
     assert process.exitcode == -signal.SIGVTALRM
-    line = line_of(list, encode.encode_all(Killed(tokenizer, None, 50), 3 * [ROW], 2))
+    line = line_of(list, encode.encode_all(Killed(tokenizer, None, 50), iter(3 * [ROW]), 2))
     assert line.startswith("rows.jsonl:3 to rows.jsonl:3: a tokenising process died"), line
     assert "data.workers" in line and "data.chat_template" in line
 
@@ -328,27 +328,15 @@ def test_a_template_has_its_seconds_for_all_renderings_of_a_row_together(tokeniz
 # Rows that are too large ----------------------------------------------------------------------------------------------
 
 
-def prepared(folder: Path, tokenizer, policy: str, malformed: str = "stop"):
-    data = folder / "rows.jsonl"
-    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("one two three", "four " * 400)))
-    return prepare_samples(
-        [str(data)],
-        encode.SampleEncoder(tokenizer, None, 50, policy, malformed=malformed),
-        max_samples=None,
-        workers=1,
-        cache_dir=folder / "cache",
-        report=print,
-    )
-
-
 def test_a_row_too_large_for_memory_is_refused_before_it_is_tokenised_or_dropped(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(encode, "LONGEST_ROW", 1000)
+    call = partial(prepared, tmp_path, tokenizer, {"text": "one two three"}, {"text": "four " * 400}, max_length=50)
     for policy in ("stop", "truncate", "split"):
-        line = line_of(prepared, tmp_path, tokenizer, policy)
-        assert line.startswith(f"{tmp_path / 'rows.jsonl'}:2: more than 1,000 characters in one row (2,000 characters)")
+        line = line_of(partial(call, too_long=policy))
+        assert line.startswith(f"{tmp_path / 'data.jsonl'}:2: more than 1,000 characters in one row (2,000 characters)")
         assert "cut it into several rows" in line
-    summary = prepared(tmp_path, tokenizer, "drop").summary
+    summary = call(too_long="drop").summary
     assert summary.kept == 1 and summary.dropped == {"more than 1,000 characters in one row": 1}
-    assert prepared(tmp_path, tokenizer, "truncate", "drop").summary.dropped == summary.dropped
+    assert call(too_long="truncate", malformed="drop").summary.dropped == summary.dropped
     monkeypatch.setattr(encode, "LONGEST_TOKEN", 40)  # of 50 tokens
-    assert prepared(tmp_path / "..", tokenizer, "truncate").summary.kept == 2
+    assert call(too_long="truncate", cache_dir=tmp_path / "another").summary.kept == 2

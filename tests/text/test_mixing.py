@@ -13,7 +13,7 @@ from tiny_run import conversations, write_recipe
 
 from eagle3.errors import UserError
 from eagle3.recipe.loading import load_recipe
-from eagle3.text.mixing import MixedPart, Mixture, mixture
+from eagle3.text.mixing import MixedPart, mixture
 from eagle3.text.samples import SampleSet
 from eagle3.text.vocabulary import choose_vocabulary
 
@@ -40,9 +40,9 @@ def parts(*shares: dict) -> list[MixedPart]:
     return [MixedPart(*part, **share) for *part, share in zip("abc", SIZES, shares, strict=True)]
 
 
-def times(mixed: Mixture, part: SampleSet) -> list[int]:
+def times(mixed: SampleSet, part: SampleSet) -> list[int]:
     """How often the mixture has each sample of a source."""
-    counts = Counter(mixed.samples.sample_ids)
+    counts = Counter(mixed.sample_ids)
     return [counts[name] for name in part.sample_ids]
 
 
@@ -60,25 +60,25 @@ def test_joined_sets_hold_the_samples_of_all_in_order(sets, tmp_path):
 
 def test_an_epoch_has_each_source_as_often_as_its_weight_says(sets):
     shares = [{}, {"weight": 2.5}, {"samples": 7}]
-    mixed = mixture(SampleSet.joined(sets), parts(*shares), seed=3)
+    mixed, sources = mixture(SampleSet.joined(sets), parts(*shares), seed=3)
     once, often, some = (Counter(times(mixed, part)) for part in sets)
     assert (once, often, some) == ({1: 40}, {2: 15, 3: 15}, {1: 7, 0: 13})
-    assert [(each.source, each.available, each.used) for each in mixed.sources] == [
+    assert [(each.source, each.available, each.used) for each in sources] == [
         ("a", 40, 40),
         ("b", 30, 75),
         ("c", 20, 7),
     ]
-    assert sum(each.tokens for each in mixed.sources) == mixed.samples.lengths.sum()
-    supervised = sum(int(sample.loss_mask.sum()) for sample in mixed.samples)
-    assert sum(each.supervised for each in mixed.sources) == supervised
-    repeated = mixture(SampleSet.joined(sets), parts({}, {}, {"samples": 50}), seed=3)
+    assert sum(each.tokens for each in sources) == mixed.lengths.sum()
+    supervised = sum(int(sample.loss_mask.sum()) for sample in mixed)
+    assert sum(each.supervised for each in sources) == supervised
+    repeated, _ = mixture(SampleSet.joined(sets), parts({}, {}, {"samples": 50}), seed=3)
     assert Counter(times(repeated, sets[2])) == {2: 10, 3: 10}
 
 
 def test_which_samples_are_taken_depends_on_contents_and_seed_alone(sets):
     def taken(seed: int, some: list[SampleSet]) -> set[str]:
         halved = [MixedPart("x", len(each), 0.5 if each is sets[1] else 1.0) for each in some]
-        chosen = mixture(SampleSet.joined(some), halved, seed).samples.sample_ids
+        chosen = mixture(SampleSet.joined(some), halved, seed)[0].sample_ids
         return set(chosen) & set(sets[1].sample_ids)
 
     assert taken(3, sets) == taken(3, sets[::-1]) == taken(3, [sets[1]]) != taken(4, sets)
@@ -86,10 +86,10 @@ def test_which_samples_are_taken_depends_on_contents_and_seed_alone(sets):
 
 def test_held_out_samples_are_in_no_share(sets):
     train, held_out = SampleSet.joined(sets).split_held_out(0.2, seed=0)
-    mixed = mixture(train, parts({"weight": 3}, {}, {"weight": 0.5}), seed=0)
-    assert len(held_out) > 5 and not set(held_out.sample_ids) & set(mixed.samples.sample_ids)
-    assert sum(each.available for each in mixed.sources) == len(train)
-    assert mixed.sources[0].used == 3 * mixed.sources[0].available
+    mixed, sources = mixture(train, parts({"weight": 3}, {}, {"weight": 0.5}), seed=0)
+    assert len(held_out) > 5 and not set(held_out.sample_ids) & set(mixed.sample_ids)
+    assert sum(each.available for each in sources) == len(train)
+    assert sources[0].used == 3 * sources[0].available
 
 
 def test_a_share_of_nothing_and_one_of_very_much_are_refused(sets):
@@ -102,7 +102,7 @@ def test_a_share_of_nothing_and_one_of_very_much_are_refused(sets):
 
 
 def test_repeated_samples_count_as_often_as_they_are_taken(sets):
-    mixed = mixture(SampleSet.joined(sets), parts({"weight": 2}, {"samples": 70}, {"weight": 0.5}), seed=0).samples
+    mixed, _ = mixture(SampleSet.joined(sets), parts({"weight": 2}, {"samples": 70}, {"weight": 0.5}), seed=0)
     counts = np.bincount(np.concatenate([sample.ids[sample.loss_mask].numpy() for sample in mixed]), minlength=50)
     vocabulary, share = choose_vocabulary(mixed, 50, 10)
     assert vocabulary.target_ids.tolist() == sorted(np.argsort(-counts, kind="stable")[:10].tolist())
@@ -134,7 +134,7 @@ def test_a_recipe_mixes_its_sources_and_says_what_an_epoch_has(tmp_path, target,
         ([{"path": "a.jsonl", "weight": 1, "samples": 2}], "a.jsonl has both weight and samples; give one"),
         (["b.jsonl", {"path": "a.jsonl", "wieght": 2}], "data.train.1.wieght: .* did you mean data.train.1.weight?"),
         ([{"path": "a.jsonl", "weight": 0}], "greater than 0"),
-        ([{"path": "preset:none", "weight": 1}], "preset:none: there is no preset of that name"),
+        ([{"path": "preset:none", "weight": 1}], "preset:none: no such preset"),
     ],
 )
 def test_a_share_that_says_too_little_or_too_much_is_refused(tmp_path, target, train, message):

@@ -1,14 +1,13 @@
 """From data files to samples: the summary of what was left out, the cache, processes, and the held-out split."""
 
 import datetime
-import json
 import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from prepare_cases import OPTIONS, TEMPLATE, byte_tokenizer, packed, prepare, prepared
+from prepare_cases import TEMPLATE, byte_tokenizer, packed, prepared
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -32,10 +31,8 @@ def test_samples_are_the_rendered_conversations_in_order(tmp_path, tokenizer):
         "<|user|>\nHi</s>\n<|assistant|>\none</s>\n",
         "<|user|>\nHi</s>\n<|assistant|>\ntwo three</s>\n",
     ]
-    assert [tokenizer.decode(sample.ids[sample.loss_mask].tolist()) for sample in samples] == [
-        "one</s>",
-        "two three</s>",
-    ]
+    said = [tokenizer.decode(sample.ids[sample.loss_mask].tolist()) for sample in samples]
+    assert said == ["one</s>", "two three</s>"]
     assert samples[0].ids.dtype == torch.int64 and samples[0].loss_mask.dtype == torch.bool
     assert samples.lengths.tolist() == [len(sample.ids) for sample in samples]
     assert (summary.rows, summary.kept, summary.tokens, summary.supervised) == (2, 2, sum(samples.lengths), 4 + 10)
@@ -45,9 +42,7 @@ def test_samples_are_the_rendered_conversations_in_order(tmp_path, tokenizer):
 def test_a_problem_stops_with_one_line_that_names_the_sample_the_count_and_the_remedy(tmp_path, tokenizer):
     with pytest.raises(UserError, match=r"data.jsonl:2: no assistant turn; 2 samples .* data.unusable=drop"):
         prepared(tmp_path, tokenizer, "one", None, None)
-    with pytest.raises(
-        UserError, match=r"data.jsonl:1: longer than 100 tokens \(1\d\d tokens\); no other .*data.too_long"
-    ):
+    with pytest.raises(UserError, match=r"data.jsonl:1: longer than 100 .*1\d\d tokens\); no other .*data.too_long"):
         prepared(tmp_path, tokenizer, "x" * 100, "one")
 
 
@@ -64,23 +59,19 @@ def test_what_is_dropped_or_cut_is_counted_by_reason_with_its_first_example(tmp_
 
 
 def test_texts_are_split_into_pieces_that_together_are_the_text(tmp_path, tokenizer):
+    options = {"max_length": 50, "too_long": "split", "unusable": "drop"}
     texts = ["ab" * 60, "abc", "xy" * 50 + "z"]  # a byte is a token: 120, 3 and 101 tokens
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    options = {**OPTIONS, "cache_dir": tmp_path / "cache", "max_length": 50, "too_long": "split"}
-    samples, summary = prepare([str(tmp_path / "text.jsonl")], tokenizer, **options)
+    samples, summary = prepared(tmp_path, tokenizer, *({"text": text} for text in texts), **options)
     assert samples.lengths.tolist() == [50, 50, 20, 3, 50, 50]  # the last token of the third teaches nothing alone
     assert tokenizer.decode(torch.cat([samples[place].ids for place in range(3)]).tolist()) == texts[0]
     assert all(sample.loss_mask.all() for sample in samples)
     assert str(summary).startswith("6 samples from 3 texts, 223 tokens, 223 supervised")
-    (tmp_path / "text.jsonl").write_text(json.dumps({"text": "ab" * 50}) + 2 * '\n{"text": ""}')
-    _, summary = prepare([str(tmp_path / "text.jsonl")], tokenizer, **options | {"unusable": "drop"})
+    summary = prepared(tmp_path, tokenizer, {"text": "ab" * 50}, {"text": ""}, {"text": ""}, **options).summary
     assert str(summary).startswith("2 samples from 3 texts, 100 tokens, 100 supervised; 2 dropped")
 
 
 def test_conversations_are_never_split(tmp_path, tokenizer):
-    with pytest.raises(
-        UserError, match=r"data.jsonl:1: longer than 100 tokens, and .* would lack its question .*truncate"
-    ):
+    with pytest.raises(UserError, match="data.jsonl:1: longer than 100 tokens, and .* lack its question .*truncate"):
         prepared(tmp_path, tokenizer, "x" * 100, "one", too_long="split")
 
 
@@ -89,9 +80,8 @@ def test_a_sample_that_teaches_nothing_is_unusable(tmp_path, tokenizer):
         with pytest.raises(UserError, match="all supervised tokens are cut off"):
             prepared(tmp_path, tokenizer, "one", max_length=length, too_long="truncate")
     assert len(prepared(tmp_path, tokenizer, "one", max_length=10, too_long="truncate").samples) == 1
-    (tmp_path / "text.jsonl").write_text('{"text": ""}\n{"text": "a"}\n{"text": "ab"}\n')
-    options = {**OPTIONS, "cache_dir": tmp_path / "cache", "unusable": "drop"}
-    samples, summary = prepare([str(tmp_path / "text.jsonl")], tokenizer, **options)
+    texts = ({"text": text} for text in ("", "a", "ab"))
+    samples, summary = prepared(tmp_path, tokenizer, *texts, unusable="drop")
     assert len(samples) == 1 and summary.dropped == {"fewer than two tokens": 2}
 
 
@@ -120,20 +110,18 @@ def test_equal_work_is_taken_from_the_cache_and_other_work_is_not(tmp_path, toke
 def test_choices_reach_the_samples(tmp_path, tokenizer):
     row = {"messages": [{"role": role, "content": role} for role in ("user", "assistant") * 2]}
     text = {"text": "<|user|>\nHi</s>\n<|assistant|>\none</s>\n<|assistant|>\ntwo</s>\n"}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(text) + "\n")
-    options = {**OPTIONS, "cache_dir": tmp_path / "cache"}
     for supervise, expected in (
         ("all_turns", ["assistant</s>" * 2, "one</s>two</s>"]),
         ("last_turn", ["assistant</s>", "two</s>"]),
     ):
         choices = Choices(supervise=supervise, text="rendered")
-        samples, _ = prepare([str(tmp_path / "rows.jsonl")], tokenizer, choices=choices, **options)
+        samples, _ = prepared(tmp_path, tokenizer, row, text, choices=choices)
         assert [tokenizer.decode(sample.ids[sample.loss_mask].tolist()) for sample in samples] == expected
 
 
 def test_a_template_that_asks_for_the_date_is_told_the_recipes(tmp_path, tokenizer):
     """gpt-oss, Llama and Mistral print the date; with the current one, today's samples would differ from tomorrow's."""
-    dated = "{{ strftime_now('%d %b %Y') }}" + OPTIONS["chat_template"]
+    dated = "{{ strftime_now('%d %b %Y') }}" + TEMPLATE
     for options, date in (({}, "01 Jan 2026"), ({"choices": Choices(today=datetime.date(2024, 2, 29))}, "29 Feb 2024")):
         samples, summary = prepared(tmp_path, tokenizer, "one", chat_template=dated, **options)
         assert tokenizer.decode(samples[0].ids.tolist()).startswith(date) and not summary.cached
@@ -141,21 +129,19 @@ def test_a_template_that_asks_for_the_date_is_told_the_recipes(tmp_path, tokeniz
 
 def test_thoughts_that_a_template_does_not_show_are_told_of(tmp_path, tokenizer):
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a", "reasoning": "b"}]}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    for reasoning, expected in (
-        ("keep", ["the chat template shows no reasoning, so that of 1 conversations"]),
-        ("drop", []),
-    ):
-        lines: list[str] = []
-        options = {**OPTIONS, "cache_dir": tmp_path / "cache", "report": lines.append}
-        prepare([str(tmp_path / "rows.jsonl")], tokenizer, choices=Choices(reasoning=reasoning), **options)
-        warnings = [line for line in lines if isinstance(line, Warned)]  # a busy machine also prints progress
-        assert [line[: len(want)] for line, want in zip(warnings, expected, strict=True)] == expected
+    lines: list[str] = []
+    prepared(tmp_path, tokenizer, row, choices=Choices(reasoning="drop"), report=lines.append)
+    assert not [line for line in lines if isinstance(line, Warned)]
+    prepared(tmp_path, tokenizer, row, report=lines.append)
+    [warning] = [line for line in lines if isinstance(line, Warned)]
+    assert warning.startswith("the chat template shows no reasoning, so that of 1 conversations")
+
+
+ALIKE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
 def test_a_template_that_does_not_show_who_speaks_is_warned_of(tmp_path, tokenizer):
-    alike = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
-    for template, warned in ((alike, True), (TEMPLATE, False)):
+    for template, warned in ((ALIKE, True), (TEMPLATE, False)):
         lines = []
         prepared(tmp_path, tokenizer, "one", "two", chat_template=template, report=lines.append)
         assert any("prints a user's and an assistant's messages alike" in line for line in lines) == warned
@@ -180,9 +166,7 @@ def test_a_prompt_that_ends_within_a_token_is_warned_of(tmp_path):
 
 def test_where_the_template_is_the_problem_another_one_is_offered(tmp_path, tokenizer):
     twice = TEMPLATE + "{{ messages[-1].content }}"
-    with pytest.raises(
-        UserError, match="leaves out or repeats .*; fix the data, or name another template in data.chat_template"
-    ):
+    with pytest.raises(UserError, match="leaves out or repeats .*; fix the data, or name another template in data."):
         prepared(tmp_path, tokenizer, "one", chat_template=twice)
 
 
@@ -194,19 +178,17 @@ def test_processes_give_what_one_process_gives_in_order(tokenizer):
     rows[70] = Conversation("x", ({"role": "user", "content": "?"},), None)
     encoder = encode.SampleEncoder(tokenizer, TEMPLATE, 100)
 
-    def outcomes(processes: int) -> list[encode.Outcome]:
+    def outcomes(processes: int) -> list[tuple]:
         encoded = [*encode.encode_all(encoder, iter(rows), processes)]
         assert [row for conversations, _ in encoded for row in conversations] == rows
-        return [outcome for _, part in encoded for outcome in part]
+        together = [outcome for _, part in encoded for outcome in part]
+        return [(each.problem, [(ids.tolist(), mask.tolist()) for ids, mask in each.samples]) for each in together]
 
-    alone, together = outcomes(1), outcomes(2)
-    assert len(alone) == len(together) == 150
-    for a, b in zip(alone, together, strict=True):
-        assert a.problem == b.problem and np.array_equal(a.ids, b.ids) and np.array_equal(a.loss_mask, b.loss_mask)
-    assert together[70].problem.reason == "no assistant turn"
+    alone = outcomes(1)
+    assert len(alone) == 150 and alone == outcomes(2) and alone[70][0].reason == "no assistant turn"
     broken = encode.SampleEncoder(tokenizer, "{% for %}", 100)
     with pytest.raises(UserError, match="chat template line 1"):
-        list(encode.encode_all(broken, rows, 2))
+        list(encode.encode_all(broken, iter(rows), 2))
 
 
 def test_a_sample_is_named_by_its_contents():
@@ -256,7 +238,7 @@ def test_a_long_preparation_reports_rate_and_time_left(tmp_path, tokenizer, monk
     lines: list[str] = []
     prepared(tmp_path, tokenizer, *["one"] * 100, report=lines.append)
     first, *_, last = (line for line in lines if line.startswith("tokenising: "))
-    assert first.startswith("tokenising: 64/100 conversations, ") and first.endswith("s left")
+    assert first.startswith("tokenising: 8/100 conversations, ") and first.endswith("s left")
     assert last.startswith("tokenising: 100/100 conversations, ") and last.endswith(" in all")
 
 
@@ -281,7 +263,6 @@ def test_data_that_changes_while_it_is_read_is_refused(tmp_path, tokenizer):
         if "alike" in line:  # a warning between the two readings
             path.write_text(path.read_text().replace("one", "two"))
 
-    alike = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
     with pytest.raises(UserError, match="data.jsonl: changed while it was being read; start again"):
-        prepared(tmp_path, tokenizer, "one", chat_template=alike, report=change)
+        prepared(tmp_path, tokenizer, "one", chat_template=ALIKE, report=change)
     assert list((tmp_path / "cache" / "tokenized").iterdir()) == []

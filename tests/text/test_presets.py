@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 from local_hub import LocalHub, local_hub
 from places import ROOT, SUPPORT
+from prepare_cases import jsonl, turns
 
 from eagle3.errors import UserError
 from eagle3.text.conversations import read_conversations
-from eagle3.text.datasets import as_conversation, preset_source, presets
+from eagle3.text.datasets import preset_source, presets
 
 Ask = Callable[..., dict[str, Any]]
 
@@ -66,10 +66,6 @@ def parquet(path: Path, rows: list[dict]) -> None:
     pq.write_table(pa.Table.from_pylist(rows), path)
 
 
-def turns(*contents: str) -> list[dict]:
-    return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(contents)]
-
-
 def sharegpt(*contents: str | None) -> list[dict]:
     return [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(contents)]
 
@@ -105,10 +101,9 @@ def publish(hub: LocalHub) -> dict[str, list[list[dict]]]:
     parquet(folder / "data/train-00000-of-00001.parquet", rows)
     folder = hub.folder("ise-uiuc/Magicoder-Evol-Instruct-110K")
     row = {"instruction": "Reverse it.", "response": "x[::-1]"}
-    (folder / "data-evol_instruct-decontaminated.jsonl").write_text(json.dumps(row) + "\n")
+    jsonl(folder / "data-evol_instruct-decontaminated.jsonl", row)
     for name in ("LongAlign-10k", "LongWriter-6k"):
-        row = {"messages": turns(name, "Read."), "length": 9}
-        (hub.folder(f"THUDM/{name}") / "long.jsonl").write_text(json.dumps(row) + "\n")
+        jsonl(hub.folder(f"THUDM/{name}") / "long.jsonl", {"messages": turns(name, "Read."), "length": 9})
     folder = hub.folder("Yukang/LongAlpaca-12k")
     rows = [
         {"instruction": "Sum it up.", "input": "", "output": "Short.", "file": "a.txt"},
@@ -147,7 +142,7 @@ def test_a_dataset_id_may_name_its_split_and_its_revision(hub, ask):
     for revision in ("main", "v2"):
         folder = hub.folder("ann/talks", revision)
         for split in ("train", "test"):
-            (folder / f"{split}.jsonl").write_text(json.dumps({"text": f"{split} of {revision}"}) + "\n")
+            jsonl(folder / f"{split}.jsonl", {"text": f"{split} of {revision}"})
     texts = {
         "ann/talks": "train of main",
         "ann/talks:test": "test of main",
@@ -168,7 +163,7 @@ def test_no_more_rows_travel_than_are_wanted(hub, ask):
     folder = hub.folder("ann/long")
     for file in range(3):
         rows = [{"text": f"{file} {number} " + letters.randbytes(10_000).hex()} for number in range(100)]
-        (folder / f"train-{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        jsonl(folder / f"train-{file}.jsonl", *rows)
     rows = ask("ann/long", limit=5)["rows"]
     assert [row[2].split()[:2] for row in rows] == [["0", str(number)] for number in range(5)]
     assert hub.bytes_of("train-0.jsonl") > 0 and hub.bytes_of("train-1.jsonl") == hub.bytes_of("train-2.jsonl") == 0
@@ -178,7 +173,7 @@ def test_no_more_rows_travel_than_are_wanted(hub, ask):
 
 def test_rows_travel_once_and_stay_what_they_were(hub, ask, tmp_path):
     folder = hub.folder("ann/once")
-    (folder / "train.jsonl").write_text("".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(9)))
+    jsonl(folder / "train.jsonl", *({"text": f"row {number}"} for number in range(9)))
     first = ask("ann/once", limit=4, downloads=str(tmp_path))
     assert [row[2] for row in first["rows"]] == ["row 0", "row 1", "row 2", "row 3"]
     [copy] = tmp_path.iterdir()
@@ -187,8 +182,7 @@ def test_rows_travel_once_and_stay_what_they_were(hub, ask, tmp_path):
     assert again["rows"] == first["rows"] and str(copy) in again["told"][0]
     assert "cannot be read" in ask("ann/once", limit=5, downloads=str(tmp_path))["error"]  # this is another download
     # Part of a set is never taken for the whole later.
-    rows = [{"prompt": "x"}] * 12
-    (hub.folder("ann/odd") / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl(hub.folder("ann/odd") / "train.jsonl", *[{"prompt": "x"}] * 12)
     for _ in range(2):
         assert "ann/odd: 10 of 10 rows read are malformed" in ask("ann/odd", downloads=str(tmp_path))["error"]
     assert list(tmp_path.iterdir()) == [copy]
@@ -198,7 +192,7 @@ def test_malformed_rows_of_a_dataset_are_refused_or_left_out_of_those_wanted_and
     wrong = {"text": None, "messages": [{"role": "robot", "content": "x"}]}
     rows = [wrong if number in (1, 3) else {"text": f"{number}", "messages": None} for number in range(8)]
     folder = hub.folder("ann/mixed")
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl(folder / "train.jsonl", *rows)
     refused = ask("ann/mixed", limit=3, downloads=str(tmp_path))["error"]
     assert "2 of 5 rows read are malformed (2: unknown role)" in refused
     shutil.rmtree(folder)  # refused rows need not be downloaded again
@@ -217,12 +211,12 @@ def test_columns_that_json_does_not_have_are_left_behind_or_named(hub, ask, tmp_
     assert (
         "ann/bare row 1: the row has the keys ['prompt', 'when']" in ask("ann/bare", downloads=str(tmp_path))["error"]
     )
-    assert ask("ann/inner", downloads=str(tmp_path))["error"].startswith("ann/inner row 1: column messages: Object of ")
+    assert ask("ann/inner", downloads=str(tmp_path))["error"].startswith("ann/inner row 1: Object of ")
 
 
 def test_the_copy_of_a_whole_set_serves_the_first_rows_of_it(hub, ask, tmp_path):
     folder = hub.folder("ann/whole")
-    (folder / "train.jsonl").write_text("".join(json.dumps({"text": f"row {number}"}) + "\n" for number in range(9)))
+    jsonl(folder / "train.jsonl", *({"text": f"row {number}"} for number in range(9)))
     rows = ask("ann/whole", downloads=str(tmp_path))["rows"]
     shutil.rmtree(folder)
     assert ask("ann/whole", limit=4, downloads=str(tmp_path))["rows"] == rows[:4]
@@ -246,8 +240,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_copy_that_is_not_as_it_was_written_is_downloaded_again_with_a_warning(hub, ask, tmp_path, damage):
     for name in ("damaged", "other"):
-        rows = [json.dumps({"text": f"row {number} of {name}"}) + "\n" for number in range(9)]
-        (hub.folder(f"ann/{name}") / "train.jsonl").write_text("".join(rows))
+        jsonl(hub.folder(f"ann/{name}") / "train.jsonl", *({"text": f"row {number} of {name}"} for number in range(9)))
     first = ask("ann/damaged", limit=4, downloads=str(tmp_path))
     ask("ann/other", limit=4, downloads=str(tmp_path))
     [copy] = tmp_path.glob("ann-damaged-*/rows.jsonl")
@@ -264,9 +257,8 @@ def test_a_copy_that_is_not_as_it_was_written_is_downloaded_again_with_a_warning
 
 def test_a_copy_made_by_another_rule_is_not_read():
     source = preset_source("preset:opencodeinstruct")
-    edited = replace(presets()["opencodeinstruct"], answer="solution")
-    changed = replace(source, convert=partial(as_conversation, edited), columns=edited.columns)
-    assert source.columns != changed.columns and source.copy(Path(), None) != changed.copy(Path(), None)
+    changed = replace(source, dataset=replace(source.dataset, answer="solution"))
+    assert source.copy(Path(), None) != changed.copy(Path(), None)
 
 
 def test_a_network_that_fails_is_tried_again_and_then_named_in_one_line(hub, ask):
@@ -295,14 +287,14 @@ def test_reading_tells_how_far_it_is(hub, ask):
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("preset:ultrachatt", "no preset of that name; did you mean preset:ultrachat\\? There are longalign, "),
-        ("preset:", "no preset of that name"),
-        ("preset:ultrachat:test", "not the form of a preset; write preset:ultrachat, preset:ultrachat:held_out"),
-        ("preset:ultrachat@", "not the form of a preset"),
+        ("preset:ultrachatt", "no such preset; write preset:NAME, preset:NAME:held_out or .*longalign, "),
+        ("preset:", "no such preset"),
+        ("preset:ultrachat:test", "no such preset"),
+        ("preset:ultrachat@", "no such preset"),
         ("preset:longalign:held_out", "has no held-out split; leave data.held_out out"),
         ("ann/talks@", "no such file or folder"),
         ("ann/talks:a b", "no such file or folder"),
-        ("ann/talks:train[:10]", "slices of a split are not supported; leave .* data.max_samples"),
+        ("ann/talks:train[:10]", "nor a dataset's id .owner/name, owner/name:split"),
         ("ann/talks/more", "no such file or folder"),
     ],
 )
@@ -312,16 +304,12 @@ def test_a_source_of_no_known_form_is_refused_without_a_network(source, message)
     assert str(caught.value).startswith(f"{source}: ")
 
 
-def test_columns_that_conversations_do_not_have_are_left_behind():
+def test_other_columns_are_left_behind_and_so_is_a_row_with_a_message_that_is_no_object():
     ultrachat = presets()["ultrachat"]
     row = {"prompt": "Hi", "prompt_id": "1", "messages": turns("Hi", "Yes"), "text": "Hi"}
-    assert as_conversation(ultrachat, row) == {"messages": turns("Hi", "Yes")}
-
-
-def test_a_message_that_is_no_object_leaves_its_row_out():
-    ultrachat = presets()["ultrachat"]
+    assert ultrachat.convert(row) == {"messages": turns("Hi", "Yes")}
     for messages in (["Hi", "Yes"], "Hi", 5, [*turns("Hi"), None]):
-        assert as_conversation(ultrachat, {"messages": messages}) is None
+        assert ultrachat.convert({"messages": messages}) is None
 
 
 def test_the_documentation_has_the_table_of_presets():
@@ -329,5 +317,4 @@ def test_the_documentation_has_the_table_of_presets():
     for name, preset in presets().items():
         splits = " / ".join(filter(None, (preset.train, preset.held_out)))
         columns = f"`{preset.columns}`" if preset.chat else preset.columns
-        cells = (preset.dataset, splits, columns, preset.size, preset.licence, preset.note, preset.unverified)
-        assert f"| `preset:{name}` | {' | '.join(cells)} |\n" in documented
+        assert f"| `preset:{name}` | {preset.path} | {splits} | {columns} | " in documented

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from eagle3.errors import UserError
 from eagle3.text.samples import SampleSet
-from eagle3.text.vocabulary import choose_vocabulary, coverage, load_vocabulary, save_vocabulary
+from eagle3.text.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary, save_vocabulary
 
 
 def samples_of(*pairs: tuple[list[int], list[int]]) -> SampleSet:
@@ -50,22 +50,21 @@ def test_ids_beyond_the_target_vocabulary_are_refused():
     assert choose_vocabulary(samples, 4, 4)[0].d2t.tolist() == [0, 0, 0, 0]
 
 
-def test_a_saved_vocabulary_loads_as_it_was(tmp_path):
-    vocabulary, _ = choose_vocabulary(samples_of(([7, 3, 7], [1, 1, 1])), 12, 4)
-    save_vocabulary(vocabulary, tmp_path / "v.safetensors")
-    loaded = load_vocabulary(tmp_path / "v.safetensors", 12)
-    assert torch.equal(loaded.d2t, vocabulary.d2t) and torch.equal(loaded.t2d, vocabulary.t2d)
+@pytest.fixture
+def vocabulary() -> DraftVocabulary:
+    return choose_vocabulary(samples_of(([7, 3, 7], [1, 1, 1])), 12, 4)[0]
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077], ids=oct)
-def test_a_saved_vocabulary_is_as_readable_as_the_umask_says(tmp_path, umask):
-    vocabulary, _ = choose_vocabulary(samples_of(([7, 3, 7], [1, 1, 1])), 12, 4)
+def test_a_saved_vocabulary_loads_as_it_was_and_is_as_readable_as_the_umask_says(tmp_path, vocabulary, umask):
     before = os.umask(umask)
     try:
         save_vocabulary(vocabulary, tmp_path / "v.safetensors")
     finally:
         os.umask(before)
     assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {"v.safetensors": 0o666 & ~umask}
+    loaded = load_vocabulary(tmp_path / "v.safetensors", 12)
+    assert torch.equal(loaded.d2t, vocabulary.d2t) and torch.equal(loaded.t2d, vocabulary.t2d)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +89,7 @@ def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path, d2t, marked, target
 
 
 @pytest.mark.parametrize("tables", [("d2t",), ("t2d",), ("ids", "t2d")])
-def test_a_vocabulary_of_another_trainer_may_have_one_table_or_ids(tmp_path, tables):
-    vocabulary, _ = choose_vocabulary(samples_of(([7, 3, 7], [1, 1, 1])), 12, 4)
+def test_a_vocabulary_of_another_trainer_may_have_one_table_or_ids(tmp_path, vocabulary, tables):
     known = {"d2t": vocabulary.d2t, "t2d": vocabulary.t2d, "ids": vocabulary.target_ids}
     save_file({name.replace("ids", "d2t"): known[name] for name in tables}, tmp_path / "v.safetensors")
     loaded = load_vocabulary(tmp_path / "v.safetensors", 12)
