@@ -23,7 +23,7 @@ from eagle3.errors import UserError
 from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.distill import StepWeights
-from eagle3.objective.losses import BatchCounts, LossConfig, step_weights
+from eagle3.objective.losses import LossConfig, step_weights
 from eagle3.objective.model import BatchMaker, DraftObjective, Kernels, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
@@ -138,8 +138,7 @@ def batch_of(
 
 
 def weights_of(batch: MicroBatch, loss: LossConfig = LOSS) -> StepWeights:
-    counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), batch.samples, batch.tokens)
-    return step_weights(loss, counts, None)
+    return step_weights(loss, batch.counts(), None)
 
 
 def model_flops(config: DraftConfig, stream: Stream, plan: SequencePlan) -> dict[str, int]:

@@ -21,7 +21,7 @@ from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import exported_tensors
 from eagle3.draft.model import Eagle3Draft
-from eagle3.objective.losses import LossConfig, loss_value
+from eagle3.objective.losses import LossConfig, batch_metrics
 from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan, Recompute
 from eagle3.objective.unroll import unroll
@@ -67,8 +67,8 @@ class _Laps:
         now = time.perf_counter()
         self.split[name], self.last = now - self.last, now
 
-    def timed(self, loss: Tensor) -> Timed:
-        return Timed(self.last - self.began, time.process_time() - self.cpu_began, float(loss), self.split)
+    def timed(self, loss: float) -> Timed:
+        return Timed(self.last - self.began, time.process_time() - self.cpu_began, loss, self.split)
 
 
 class _EntryLap:
@@ -170,7 +170,7 @@ def _step(objective: DraftObjective, prepared: Prepared) -> Timed:
     laps.lap("distillation")
     distilled.surrogate.backward()
     laps.lap("backward")
-    return laps.timed(loss_value(LossConfig(), distilled.sums, prepared.counts).loss)
+    return laps.timed(batch_metrics(LossConfig(), distilled.sums, prepared.counts).loss)
 
 
 def _dense_case(stream: Stream, prepared: Prepared, config: DraftConfig) -> Case:
@@ -203,7 +203,7 @@ def _dense_step(draft: Eagle3Draft, case: Case, steps: int) -> Timed:
     laps.lap("forward")
     loss.backward()
     laps.lap("backward")
-    return laps.timed(loss.detach())
+    return laps.timed(float(loss))
 
 
 class Warm(NamedTuple):

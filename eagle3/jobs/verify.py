@@ -16,7 +16,7 @@ from eagle3.errors import UserError
 from eagle3.jobs.gate import require_divisible
 from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import KernelDemand
-from eagle3.objective.losses import BatchCounts, LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
+from eagle3.objective.losses import LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.rows import Rule
@@ -94,9 +94,10 @@ def run_case(
     objective = DraftObjective(draft, topology, ring_mode, memory, kernels).to(topology.device)
     batch = _micro_batch(case, topology, steps, sharding, draft.lm_head.weight)
     config, ranks = LossConfig(normalization="tokens"), topology.data.size()
-    counts = BatchCounts(batch.counted(), batch.supervised.sum(1).cpu(), batch.samples, 0)
     tokens = case.inputs["attention_mask"].numel()
-    counts = sum_counts(counts, topology.batch, topology.device)._replace(tokens=tokens)
+    counts = sum_counts([batch.counts(topology.sequence.rank() == 0)], topology.batch, topology.device)._replace(
+        tokens=tokens
+    )
     weights = step_weights(config, counts, None)
     if dtype == torch.float64:
         distilled = objective(batch, weights)
@@ -111,7 +112,7 @@ def run_case(
         distilled = engine(batch, weights)
         engine.backward(distilled.surrogate * gradient_scale(ranks, accumulation=1))
         gradients = full_gradients(draft)
-    metrics = batch_metrics(config, sum_sums(distilled.sums, topology.batch), counts)
+    metrics = batch_metrics(config, sum_sums([distilled.sums], topology.batch), counts)
     accuracy, supervised = torch.tensor(metrics.accuracy, dtype=torch.float64), counts.supervised.double()
     actual = {
         "loss": torch.tensor([metrics.loss], dtype=torch.float64),

@@ -28,9 +28,6 @@ class ChainCounts(NamedTuple):
     tokens: Tensor
     verifications: Tensor
 
-    def __add__(self, other: "ChainCounts") -> "ChainCounts":
-        return ChainCounts(*(a + b for a, b in zip(self, other, strict=True)))
-
     @property
     def length(self) -> float:
         """The acceptance length of all contexts together; 1, as without a draft, if nothing was verified."""

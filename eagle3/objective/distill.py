@@ -29,9 +29,6 @@ class StepSums(NamedTuple):
     overlap: Tensor  # the acceptance rate sum_v min(f, p), over counted positions
     correct: Tensor  # how often the draft's best token is the teacher's, over supervised positions
 
-    def __add__(self, other: "StepSums") -> "StepSums":
-        return StepSums(*(a + b for a, b in zip(self, other, strict=True)))
-
 
 class StepWeights(NamedTuple):
     """What each step's summed cross-entropy and acceptance rate are multiplied by in the surrogate loss, [K] fp64 each,

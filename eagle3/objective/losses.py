@@ -1,8 +1,9 @@
 """The numbers of a global batch: its loss, with the weights that make one backward pass exact for it; accuracies and
 acceptance rates."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar, assert_never
+from typing import Literal, NamedTuple, TypeVar, assert_never
 
 import torch
 import torch.distributed as dist
@@ -58,22 +59,6 @@ class BatchCounts(NamedTuple):
         """[K]: what a sum over positions is divided by for their mean."""
         return self.samples if config.normalization == "samples" else self.counted
 
-    def __add__(self, other: "BatchCounts") -> "BatchCounts":
-        return BatchCounts(*(a + b for a, b in zip(self, other, strict=True)))
-
-
-class LossValue(NamedTuple):
-    """The loss of a global batch."""
-
-    loss: Tensor  # sum over k of step_decay**k * steps[k]
-    steps: Tensor  # [K] fp64
-
-
-def loss_value(config: LossConfig, sums: StepSums, counts: BatchCounts) -> LossValue:
-    """The loss, computed from the sums over the whole global batch. A step without counted positions contributes 0."""
-    steps = _step_losses(config, sums.cross_entropy, sums.overlap, counts)
-    return LossValue(_decayed(config, steps), steps)
-
 
 def step_weights(config: LossConfig, counts: BatchCounts, sums: StepSums | None) -> StepWeights:
     """Derivatives of the loss with respect to the batch's sums.
@@ -97,6 +82,7 @@ def _decayed(config: LossConfig, steps: Tensor) -> Tensor:
 
 
 def _step_losses(config: LossConfig, cross_entropy: Tensor, overlap: Tensor, counts: BatchCounts) -> Tensor:
+    """[K]; 0 for a step without counted positions."""
     losses = []
     for summed, accepted, count in zip(cross_entropy, overlap, counts.positions(config).tolist(), strict=True):
         divisor = counts.tokens if config.normalization == "tokens" else count
@@ -108,7 +94,7 @@ def _step_losses(config: LossConfig, cross_entropy: Tensor, overlap: Tensor, cou
 class Metrics:
     """Metrics of a global batch; lists have K entries, one per TTT step."""
 
-    loss: float
+    loss: float  # sum over k of step_decay**k * step_losses[k]
     step_losses: list[float]
     accuracy: list[float]  # share of supervised positions where the draft's best token is the teacher's
     acceptance_rate: list[float]  # mean probability, over counted positions, that sampling accepts the draft's token
@@ -116,18 +102,14 @@ class Metrics:
     supervised: int
     tokens: int
 
-    def as_dict(self) -> dict[str, Any]:
-        return dict(vars(self))
-
 
 def batch_metrics(config: LossConfig, sums: StepSums, counts: BatchCounts) -> Metrics:
     """Metrics from `sums` and `counts` over the global batch, both on the CPU."""
-    value = loss_value(config, sums, counts)
-    accuracy = sums.correct / counts.supervised.clamp(min=1)
+    steps = _step_losses(config, sums.cross_entropy, sums.overlap, counts)
     return Metrics(
-        loss=float(value.loss),
-        step_losses=value.steps.tolist(),
-        accuracy=accuracy.tolist(),
+        loss=float(_decayed(config, steps)),
+        step_losses=steps.tolist(),
+        accuracy=(sums.correct / counts.supervised.clamp(min=1)).tolist(),
         acceptance_rate=(sums.overlap / counts.positions(config).clamp(min=1)).tolist(),
         counted=int(counts.counted[0]),
         supervised=int(counts.supervised[0]),
@@ -135,9 +117,9 @@ def batch_metrics(config: LossConfig, sums: StepSums, counts: BatchCounts) -> Me
     )
 
 
-def sum_counts(counts: BatchCounts, group: dist.ProcessGroup, device: torch.device) -> BatchCounts:
-    """The sum over the ranks of `group`, which have different streams or different parts of one."""
-    packed = send(torch.cat((*counts[:3], torch.tensor([counts.tokens]))), device)
+def sum_counts(counts: Sequence[BatchCounts], group: dist.ProcessGroup, device: torch.device) -> BatchCounts:
+    """The sum over this rank's streams and over the ranks of `group`, which have others or other parts of them."""
+    packed = send(sum(torch.cat((*each[:3], torch.tensor([each.tokens]))) for each in counts), device)
     dist.all_reduce(packed, group=group)
     return BatchCounts(*packed[:-1].cpu().chunk(3), int(packed[-1]))
 
@@ -145,9 +127,9 @@ def sum_counts(counts: BatchCounts, group: dist.ProcessGroup, device: torch.devi
 Sums = TypeVar("Sums", StepSums, ChainCounts)
 
 
-def sum_sums(sums: Sums, group: dist.ProcessGroup, device: torch.device | None = None) -> Sums:
-    """The sum over the ranks of `group`, on the CPU. device: where the group exchanges tensors; None if they are
-    already there."""
-    packed = torch.stack(tuple(sums)).to(device)
+def sum_sums(sums: Sequence[Sums], group: dist.ProcessGroup, device: torch.device | None = None) -> Sums:
+    """The sum over this rank's streams and over the ranks of `group`, on the CPU. device: where the group exchanges
+    tensors; None if they are already there."""
+    packed = sum(torch.stack(tuple(each)) for each in sums).to(device)
     dist.all_reduce(packed, group=group)
-    return type(sums)(*packed.cpu())
+    return type(sums[0])(*packed.cpu())

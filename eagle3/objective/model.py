@@ -13,6 +13,7 @@ from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
 from eagle3.draft.pointwise import Pointwise
 from eagle3.objective.distill import Distilled, LossBlocks, StepWeights, Teacher, distill
+from eagle3.objective.losses import BatchCounts
 from eagle3.objective.recompute import MemoryPlan, chunk_tokens
 from eagle3.objective.softmaxes import LossKernel
 from eagle3.objective.streaming import Residence, StreamedRows
@@ -54,14 +55,11 @@ class MicroBatch:
         to_device = partial(send, device=device)
         return self.map(to_device, to_device if residence == "device" else partial(StreamedRows, device=device))
 
-    @property
-    def supervised(self) -> Tensor:
-        """[K, M], as in the SequencePlan."""
-        return self.query_of >= 0
-
-    def counted(self) -> Tensor:
-        """[K] int64: supervised positions whose teacher token is in the draft vocabulary."""
-        return (self.supervised & (self.teacher.best >= 0)).sum(1).cpu()
+    def counts(self, whole: bool = True) -> BatchCounts:
+        """This rank's. whole: whether it counts what belongs to the whole stream, as one of the stream's ranks does."""
+        supervised = self.query_of >= 0
+        counted = supervised & (self.teacher.best >= 0)
+        return BatchCounts(counted.sum(1).cpu(), supervised.sum(1).cpu(), whole * self.samples, whole * self.tokens)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
-from operator import add
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ from eagle3.errors import SharedUserError
 from eagle3.kernels.choice import changes
 from eagle3.objective.chains import contexts_up_to, count_chains
 from eagle3.objective.distill import Distilled, StepSums, StepWeights
-from eagle3.objective.losses import BatchCounts, LossConfig, Metrics, batch_metrics, step_weights, sum_counts, sum_sums
+from eagle3.objective.losses import LossConfig, Metrics, batch_metrics, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import MicroBatch
 from eagle3.parallel.topology import Topology, agreed, require_agreement
 from eagle3.parallel.watchdog import Watchdog
@@ -104,7 +102,7 @@ class Trainer:
                     "tokens_per_second": speed,
                     "memory_gib": memory,
                 }
-                tracker.write(done, "train", metrics.as_dict() | measured)
+                tracker.write(done, "train", vars(metrics) | measured)
                 self.console(
                     f"step {done}/{self.steps}  loss {metrics.loss:.4f}  accuracy {metrics.accuracy[0]:.3f}  "
                     f"rate {rate:.2e}  norm {outcome.norm:.3f}  {speed:,.0f} tokens/s  {memory:.1f} GiB  "
@@ -187,8 +185,12 @@ class Trainer:
         streams = self.train_loader.load(batch, accumulation)
         if step + 1 < self.steps:
             self.train_loader.read_ahead(self._batch(step + 1), accumulation)
-        counts = self._counts(streams)
-        needed = self._sums(streams) if self.loss_config.needs_sums else None
+        group = self.topology.batch
+        counts = [stream.batch.counts(self.topology.sequence.rank() == 0) for stream in streams]
+        counts = sum_counts(counts, group, self.topology.device)
+        needed = None
+        if self.loss_config.needs_sums:
+            needed = sum_sums([self._without_gradients(stream).sums for stream in streams], group)
         weights = step_weights(self.loss_config, counts, needed)
         rate = self.engine.get_lr()[0]
         sums: list[StepSums] = []
@@ -198,7 +200,7 @@ class Trainer:
             self.engine.backward(distilled.surrogate * self.gradient_scale)
             self.engine.step()
             sums.append(distilled.sums)
-        metrics = batch_metrics(self.loss_config, sum_sums(reduce(add, sums), self.topology.batch), counts)
+        metrics = batch_metrics(self.loss_config, sum_sums(sums, group), counts)
         outcome = self.norms.taken()
         if outcome.skipped:
             self.engine.lr_scheduler.step()  # the schedule advances even if the step was skipped
@@ -243,23 +245,21 @@ class Trainer:
         progress = Progress(self.console, "measuring on held-out samples", count, "samples")
         for start in range(0, count, size):
             self.watchdog.at(f"the held-out measurement of step {step}, from sample {start}")
-            batch = [DrawnSample(index, epoch=0) for index in range(start, min(start + size, count))]
-            streams = loader.load(batch, accumulation=1)
-            for stream in streams:
+            samples = [DrawnSample(index, epoch=0) for index in range(start, min(start + size, count))]
+            for stream in loader.load(samples, accumulation=1):
                 distilled = self._without_gradients(stream)
                 sums.append(distilled.sums)
+                counts.append(stream.batch.counts(self.topology.sequence.rank() == 0))
                 chains.append(
                     [
                         count_chains(stream.stream, stream.plan, accepted[:chain], contexts, self.topology.sequence)
                         for accepted in (distilled.correct, distilled.sampled)
                     ]
                 )
-            counts.append(self._counts(streams))
-            progress.advance(len(batch))
-        metrics = batch_metrics(self.loss_config, sum_sums(reduce(add, sums), self.topology.batch), reduce(add, counts))
-        greedy, sampled = (
-            sum_sums(reduce(add, each), self.topology.batch, self.topology.device) for each in zip(*chains, strict=True)
-        )
+            progress.advance(len(samples))
+        batch, device = self.topology.batch, self.topology.device
+        metrics = batch_metrics(self.loss_config, sum_sums(sums, batch), sum_counts(counts, batch, device))
+        greedy, sampled = (sum_sums(each, batch, device) for each in zip(*chains, strict=True))
         best = greedy.length > self.course.best_acceptance
         if best:
             self.course.best_step, self.course.best_acceptance = step, greedy.length
@@ -272,31 +272,18 @@ class Trainer:
                 "acceptance_by_context": greedy.lengths(),
                 "verifications_by_context": greedy.verifications.tolist(),
             }
-            tracker.write(step, "held_out", metrics.as_dict() | numbers)
+            tracker.write(step, "held_out", vars(metrics) | numbers)
             self.console(
                 f"held out: loss {metrics.loss:.4f}  acceptance length {greedy.length:.3f} with {chain} draft tokens"
                 f"{'  (best so far)' if best else ''}"
             )
         return best
 
-    def _sums(self, streams: Sequence[LoadedStream[MicroBatch]]) -> StepSums:
-        """Computes the global sums of a batch, without gradients."""
-        sums = (self._without_gradients(stream).sums for stream in streams)
-        return sum_sums(reduce(add, sums), self.topology.batch)
-
     @torch.no_grad()
     def _without_gradients(self, stream: LoadedStream[MicroBatch]) -> Distilled:
         """Runs this rank's share of a stream, without gradients."""
         nothing = torch.zeros(self.training.ttt_steps, dtype=torch.float64)
         return self.engine.module(self._placed(stream), StepWeights(nothing, nothing))
-
-    def _counts(self, streams: Sequence[LoadedStream[MicroBatch]]) -> BatchCounts:
-        counted = sum(stream.batch.counted() for stream in streams)
-        supervised = sum(stream.plan.supervised.sum(1) for stream in streams)
-        whole = int(self.topology.sequence.rank() == 0)  # one rank counts what belongs to whole streams
-        samples = whole * sum(stream.batch.samples for stream in streams)
-        tokens = whole * sum(stream.stream.tokens for stream in streams)
-        return sum_counts(BatchCounts(counted, supervised, samples, tokens), self.topology.batch, self.topology.device)
 
     def _placed(self, stream: LoadedStream[MicroBatch]) -> MicroBatch:
         return stream.batch.to(self.topology.device, self.recipe.memory.inputs)

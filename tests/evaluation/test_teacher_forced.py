@@ -90,7 +90,7 @@ def test_a_held_out_measurement_counts_the_tokens_and_verifications_of_decoding_
     with torch.no_grad():
         distilled = objective(batch, StepWeights(zeros, zeros))
     # Where target and draft are sure, sampling accepts what greedy decoding does.
-    assert torch.equal(distilled.sampled[batch.supervised].round().bool(), distilled.correct[batch.supervised])
+    assert torch.equal(distilled.sampled[plan.supervised].round().bool(), distilled.correct[plan.supervised])
     counts = count_chains(stream, plan, distilled.correct, [512], topology.sequence)
     decoded = [
         speculative_greedy(target, draft, d2t, prompt, draft_tokens=STEPS, new_tokens=NEW_TOKENS) for prompt in prompts

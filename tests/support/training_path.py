@@ -81,14 +81,9 @@ def stream_batch(
 
 def batch_counts(batches: Sequence[MicroBatch], topology: Topology) -> BatchCounts:
     """Counts over the global batch."""
-    whole = int(topology.sequence.rank() == 0)
-    counts = BatchCounts(
-        counted=torch.stack([batch.counted() for batch in batches]).sum(0),
-        supervised=torch.stack([batch.supervised.sum(1) for batch in batches]).sum(0),
-        samples=whole * torch.stack([batch.samples for batch in batches]).sum(0),
-        tokens=whole * sum(batch.tokens for batch in batches),
+    return sum_counts(
+        [batch.counts(topology.sequence.rank() == 0) for batch in batches], topology.batch, topology.device
     )
-    return sum_counts(counts, topology.batch, topology.device)
 
 
 def batch_weights(
@@ -102,7 +97,7 @@ def batch_weights(
         return step_weights(config, counts, None)
     zeros = torch.zeros(len(counts.counted), dtype=torch.float64)
     with torch.no_grad():
-        sums = total([objective(batch, StepWeights(zeros, zeros)).sums for batch in batches])
+        sums = [objective(batch, StepWeights(zeros, zeros)).sums for batch in batches]
     return step_weights(config, counts, sum_sums(sums, topology.batch))
 
 
@@ -142,7 +137,7 @@ def train_case(
     for gradient in gradients.values():
         dist.all_reduce(gradient, group=topology.batch)
     return Trained(
-        metrics=batch_metrics(config, sum_sums(total([part.sums for part in distilled]), topology.batch), counts),
+        metrics=batch_metrics(config, sum_sums([part.sums for part in distilled], topology.batch), counts),
         counts=counts,
         gradients=exported_tensors(whole_tensors(gradients, draft, topology.tensor)),
         replicas_differ=replicas_differ(draft, gradients, topology),
@@ -160,7 +155,3 @@ def replicas_differ(draft: Eagle3Draft, gradients: dict[str, Tensor], topology: 
             dist.all_reduce(low, dist.ReduceOp.MIN, group=topology.tensor)
             worst = max(worst, float((high - low).max() / high.abs().max().clamp(min=1e-30)))
     return worst
-
-
-def total(parts: list):
-    return sum(parts[1:], start=parts[0])

@@ -4,7 +4,7 @@ import torch
 from definition import random_case
 from places import ZERO2
 from sharded_cases import Sharded
-from training_path import batch_counts, batch_weights, load_draft, stream_batch, total
+from training_path import batch_counts, batch_weights, load_draft, stream_batch
 
 from eagle3.draft.interchange import exported_tensors, whole_tensors
 from eagle3.objective.losses import batch_metrics, sum_sums
@@ -56,7 +56,7 @@ def run_course(course: Sharded, topology: Topology) -> dict[str, torch.Tensor]:
             engine.backward(distilled.surrogate * gradient_scale(course.data, accumulation))
             engine.step()
             sums.append(distilled.sums)
-        losses.append(batch_metrics(course.config, sum_sums(total(sums), topology.batch), counts).loss)
+        losses.append(batch_metrics(course.config, sum_sums(sums, topology.batch), counts).loss)
         norms.append(float(engine.get_global_grad_norm()))
     weights = exported_tensors(whole_tensors(full_weights(draft), draft, topology.tensor))
     numbers = {"losses": torch.tensor(losses, dtype=torch.float64), "norms": torch.tensor(norms, dtype=torch.float64)}

@@ -70,7 +70,7 @@ def runs_of(*dtypes_and_kinds: tuple[torch.dtype, str]):
 @runs_of((torch.float64, "hidden"), (torch.float64, "logits"))
 def test_either_teacher_gives_the_loss_and_gradients_of_the_definition(layout, run: Run, trained):
     defined, actual = define(run.case, STEPS, Loss(run.loss)), trained(layout, run)
-    numbers = actual.metrics.as_dict()
+    numbers = vars(actual.metrics)
     assert numbers["loss"] == pytest.approx(float(defined.loss), rel=1e-10)
     assert numbers["acceptance_rate"] == pytest.approx(defined.acceptance.tolist(), rel=1e-10)
     assert numbers["accuracy"] == pytest.approx(defined.accuracy.tolist(), rel=1e-10)
@@ -83,7 +83,7 @@ def test_either_teacher_gives_the_loss_and_gradients_of_the_definition(layout, r
 def test_in_fp32_both_teachers_differ_by_the_rounding_of_logits(layout, run: Run, trained):
     """If logits move by x, a probability changes by 2x of itself, and so do the terms of losses and gradients."""
     hidden, logits = (trained(layout, replace(run, kind=kind)) for kind in ("hidden", "logits"))
-    numbers, expected_numbers = logits.metrics.as_dict(), hidden.metrics.as_dict()
+    numbers, expected_numbers = vars(logits.metrics), vars(hidden.metrics)
     tolerance = 2 * rounding_of_logits(run)
     assert tolerance < 1e-4
     assert numbers["counted"] == expected_numbers["counted"] > 0
