@@ -25,7 +25,7 @@ from torch import Tensor
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import run_command
-from eagle3.kernels.choice import Candidates, plain_values
+from eagle3.kernels.choice import Candidates
 from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan
@@ -52,10 +52,10 @@ def try_kernels(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
     for name, demand in {"tiny": TINY}.items() if tiny else DEMANDS.items():
         candidates = Candidates.of(demand, topology.device)
         timed = topology.device.type == "cuda"
-        table = plain_values(candidates.prove(demand, topology.alone, topology.device, timed))
+        table = candidates.prove(demand, topology.alone, topology.device, timed)
         for kind, verdicts in table.items():
             for verdict in verdicts:
-                yield {"draft": name, "kind": kind, "within_bound": not verdict["reason"]} | verdict
+                yield {"draft": name, "kind": kind, "within_bound": verdict.right} | verdict._asdict()
 
 
 class StepRun(NamedTuple):

@@ -4,7 +4,6 @@ the stored reference, in the job's own layout."""
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,11 +17,11 @@ from eagle3.kernels.choice import (
     NONE_RIGHT,
     OPTIONAL,
     Candidates,
+    Table,
     agreement,
     described,
     fastest,
     parsed,
-    plain_values,
 )
 from eagle3.kernels.proof import KernelDemand, raised
 from eagle3.parallel.sequence import SequenceSharding
@@ -50,9 +49,9 @@ def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Itera
     demand, device = KernelDemand(**sizes, dtype=getattr(torch, recipe.training.dtype)), topology.device
     timed = device.type == "cuda"
 
-    def prove() -> Any:
+    def prove() -> Table:
         candidates = Candidates.of(demand, device, recipe.training.kernels)
-        return plain_values(candidates.prove(demand, topology.alone, device, timed))
+        return candidates.prove(demand, topology.alone, device, timed)
 
     proven = cluster.ask("kernels", prove, "set training.kernels to auto, and look at nvidia-smi there")
     for kind, verdicts in agreement([*map(parsed, proven.values())]).items():

@@ -1,6 +1,6 @@
 """Proves kernels for the blocks of attention (see proof.py)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,23 +8,15 @@ from torch import Tensor
 
 from eagle3.attention.block import Kernel
 from eagle3.attention.plain import Scoring
-from eagle3.kernels.proof import BOUNDS, LSE_BOUND, TIMED_ROWS, Comparison, KernelDemand, KernelVerdict, judge
+from eagle3.kernels.proof import BOUNDS, LSE_BOUND, TIMED_ROWS, Case, KernelDemand, KernelVerdict, judge
 
 
 def prove_blocks(
     kind: str, kernels: Sequence[Kernel], demand: KernelDemand, device: torch.device, timed: bool
 ) -> list[KernelVerdict]:
     """Verdicts on the kernels for one kind of block (a field of BlockKernels)."""
-    if not kernels:
-        return []
-    cases = [_BlockCase.of(shape, kind, demand) for shape in _shapes(kind, demand)]
-
-    def compare(kernel: Kernel) -> Iterator[Comparison]:
-        for case in cases:
-            yield from case.compare(kernel, device, demand.dtype)
-
-    inputs = _BlockInputs.random(kind, demand, device) if timed else None
-    return [judge(kernel, compare, inputs.run if inputs else None, device) for kernel in kernels]
+    cases = [_case(queries, keys, kind, demand, device) for queries, keys in _shapes(kind, demand)]
+    return judge(kernels, cases, _BlockInputs.random(kind, demand, device).run if timed else None, device)
 
 
 def _shapes(kind: str, demand: KernelDemand) -> list[tuple[int, int]]:
@@ -100,34 +92,23 @@ def _scoring(kind: str, visible: Tensor, demand: KernelDemand) -> Scoring:
     )
 
 
-class _BlockCase(NamedTuple):
-    """A block whose queries also see keys in another block, and what the definition says of it."""
+def _case(queries: int, keys: int, kind: str, demand: KernelDemand, device: torch.device) -> Case:
+    """A block whose queries also see keys in another block: its output is merged over both."""
+    generator = torch.Generator().manual_seed(queries + keys)
 
-    inputs: _BlockInputs  # in fp64 on the CPU, rounded to the job's format; the output is merged over both blocks
-    expected: dict[str, Tensor]  # what `run` should return
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(demand.dtype).double()
 
-    @classmethod
-    def of(cls, shape: tuple[int, int], kind: str, demand: KernelDemand) -> "_BlockCase":
-        queries, keys = shape
-        generator = torch.Generator().manual_seed(queries + keys)
-
-        def draw(*size: int) -> Tensor:
-            return torch.randn(*size, generator=generator).to(demand.dtype).double()
-
-        groups = min(2, demand.kv_heads)  # all heads are alike
-        wide, narrow = (groups * demand.heads // demand.kv_heads, demand.head_dim), (groups, demand.head_dim)
-        q, grad = draw(queries, *wide), draw(queries, *wide)
-        k, v = draw(keys, *narrow), draw(keys, *narrow)
-        visible = _visible(kind, queries, keys, demand)
-        others = draw(29, *narrow), draw(29, *narrow)
-        expected, merged = _define(q, k, v, grad, visible, others, demand.head_dim**-0.5)
-        return cls(_BlockInputs(q, k, v, grad, *merged, _scoring(kind, visible, demand)), expected)
-
-    def compare(self, kernel: Kernel, device: torch.device, dtype: torch.dtype) -> Iterator[Comparison]:
-        bounds = {"lse": LSE_BOUND if dtype != torch.float64 else BOUNDS[dtype]}
-        results = self.inputs.to(device, dtype).run(kernel)
-        for (name, expected), actual in zip(self.expected.items(), results, strict=True):
-            yield Comparison(name, actual, expected, bounds.get(name, BOUNDS[dtype]))
+    groups = min(2, demand.kv_heads)  # all heads are alike
+    wide, narrow = (groups * demand.heads // demand.kv_heads, demand.head_dim), (groups, demand.head_dim)
+    q, grad = draw(queries, *wide), draw(queries, *wide)
+    k, v = draw(keys, *narrow), draw(keys, *narrow)
+    visible = _visible(kind, queries, keys, demand)
+    others = draw(29, *narrow), draw(29, *narrow)
+    expected, merged = _define(q, k, v, grad, visible, others, demand.head_dim**-0.5)
+    inputs = _BlockInputs(q, k, v, grad, *merged, _scoring(kind, visible, demand)).to(device, demand.dtype)
+    bound = BOUNDS[demand.dtype]
+    return Case(inputs.run, expected, bound, {"lse": min(LSE_BOUND, bound)})
 
 
 def _define(

@@ -7,6 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,12 +86,11 @@ class Candidates:
     @torch.enable_grad()
     def prove(self, demand: KernelDemand, group: dist.ProcessGroup, device: torch.device, timed: bool) -> Table:
         """Verdicts on all of them, from this rank alone. group: of this rank alone."""
-        blocks = {kind: each for kind, each in self.of_kind.items() if kind not in OTHERS}
+        others = {OWN: prove_own, POINTWISE: prove_pointwise, LOSS: partial(prove_loss, group=group)}
+        prove = {kind: others.get(kind) or partial(prove_blocks, kind) for kind in self.of_kind}
         return {
-            **{kind: prove_blocks(kind, each, demand, device, timed) for kind, each in blocks.items()},
-            OWN: prove_own(self.of_kind[OWN], demand, device, timed),
-            POINTWISE: prove_pointwise(self.of_kind[POINTWISE], demand, device, timed),
-            LOSS: prove_loss(self.of_kind[LOSS], demand, group, device, timed),
+            kind: prove[kind](kernels, demand, device, timed) if kernels else []
+            for kind, kernels in self.of_kind.items()
         }
 
 
@@ -99,12 +99,8 @@ class Choice:
     """The kernels that a job uses, and the verdicts on all candidates (none on a CPU, where the choice is fixed)."""
 
     kernels: Kernels
+    names: Names
     table: Table
-
-    @property
-    def names(self) -> Names:
-        others = {kind: getattr(self.kernels, kind) for kind in OTHERS}
-        return {**self.kernels.blocks.names, **{kind: kernel and kernel.name for kind, kernel in others.items()}}
 
     @property
     def line(self) -> str:
@@ -155,7 +151,7 @@ def choose_kernels(
     candidates = Candidates.of(demand, device, pinned)
     if device.type != "cuda":
         names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.of_kind.items()}
-        return Choice(candidates.kernels(names), {})
+        return Choice(candidates.kernels(names), names, {})
     if cache and has_flash4(device):
         _keep_compiled(cache / "flash4")
     known = {kind: [each.name for each in kernels] for kind, kernels in candidates.of_kind.items()}
@@ -165,7 +161,7 @@ def choose_kernels(
 
     file = cache and cache / "kernels" / f"{_key(demand, pinned, device)}.json"
     table = remembered(file, known, prove) if file else prove()
-    return pick(candidates, agreement([parsed(each) for each in gathered(plain_values(table), among)]), before)
+    return pick(candidates, agreement(gathered(table, among)), before)
 
 
 def _keep_compiled(folder: Path) -> None:
@@ -213,7 +209,7 @@ def pick(candidates: Candidates, table: Table, before: Names | None = None) -> C
         earlier = (before or {}).get(kind)
         kept = any(each.right and each.kernel == earlier for each in verdicts)
         names[kind] = earlier if kept else best and best.kernel
-    return Choice(candidates.kernels(names), table)
+    return Choice(candidates.kernels(names), names, table)
 
 
 def fastest(verdicts: Sequence[KernelVerdict]) -> KernelVerdict | None:
@@ -231,14 +227,9 @@ def described(kind: str) -> str:
     return {LOSS: "the loss", OWN: "own keys", POINTWISE: "position-wise work"}.get(kind, f"{kind} blocks of attention")
 
 
-def plain_values(table: Table) -> dict[str, list[dict[str, Any]]]:
-    """The table as JSON values."""
-    return {kind: [asdict(verdict) for verdict in verdicts] for kind, verdicts in table.items()}
-
-
-def parsed(values: dict[str, list[dict[str, Any]]]) -> Table:
-    """The way back."""
-    return {kind: [KernelVerdict(**verdict) for verdict in verdicts] for kind, verdicts in values.items()}
+def parsed(values: dict[str, list[list[Any]]]) -> Table:
+    """A table from JSON."""
+    return {kind: [KernelVerdict(*verdict) for verdict in verdicts] for kind, verdicts in values.items()}
 
 
 def remembered(file: Path, kernels: Mapping[str, list[str]], prove: Callable[[], Table]) -> Table:
@@ -255,7 +246,7 @@ def remembered(file: Path, kernels: Mapping[str, list[str]], prove: Callable[[],
         return table
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps(plain_values(table), indent=2) + "\n")
+        write_text(file, json.dumps(table, indent=2) + "\n")
     except OSError:
         pass  # it would have saved the next start some seconds
     return table

@@ -5,32 +5,36 @@ are so close that rounding changes sides, which is an error of about the bound's
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3.kernels.proof import BOUNDS, TIMED_ROWS, Comparison, KernelDemand, KernelVerdict, judge
+from eagle3.kernels.proof import BOUNDS, TIMED_ROWS, Case, KernelDemand, KernelVerdict, judge
 from eagle3.objective.distill import LossBlocks, StepWeights, Teacher, distill, loss_row_bytes
 from eagle3.objective.softmaxes import LossKernel
 
 
 def prove_loss(
-    kernels: Sequence[LossKernel], demand: KernelDemand, group: dist.ProcessGroup, device: torch.device, timed: bool
+    kernels: Sequence[LossKernel], demand: KernelDemand, device: torch.device, timed: bool, group: dist.ProcessGroup
 ) -> list[KernelVerdict]:
-    """Verdicts on the kernels for the loss. group: of this rank alone."""
-    if not kernels:
-        return []
+    """Verdicts on the kernels for the loss of cross-entropies alone, and for that of acceptance rates. group: of this
+    rank alone."""
     # more columns than a kernel's block has, and not a multiple of it
-    case = _LossCase.of(rows=37, columns=min(demand.columns, 1537), demand=demand)
+    exact, bound = _LossInputs.exact(rows=37, columns=min(demand.columns, 1537), demand=demand), BOUNDS[demand.dtype]
+    inputs, jumps = exact.to(device, demand.dtype), {f"acceptance rate's {of}": bound**0.5 for of in GRADIENTS}
+    cases = [
+        Case(partial(inputs.run, group=group, overlap=overlap), exact.define(overlap), bound, jumps)
+        for overlap in (False, True)
+    ]
+    timed_run = partial(_LossInputs.random(demand, device).run, group=group) if timed else None
+    return judge(kernels, cases, timed_run, device)
 
-    def compare(kernel: LossKernel) -> Iterator[Comparison]:
-        return case.compare(kernel, group, device)
 
-    inputs = _LossInputs.random(demand, device) if timed else None
-    return [judge(kernel, compare, inputs and (lambda each: inputs.run(each, group)), device) for kernel in kernels]
+GRADIENTS = ("gradient of outputs", "gradient of lm_head")
 
 
 class _LossInputs(NamedTuple):
@@ -87,17 +91,10 @@ class _LossInputs(NamedTuple):
         """[K] fp64, on the CPU."""
         return 1 + torch.arange(len(self.outputs)).double() / 10
 
-
-class _LossCase(NamedTuple):
-    """A call of `distill`."""
-
-    inputs: _LossInputs  # in fp64 on the CPU, rounded to the job's format
-    dtype: torch.dtype
-
     @classmethod
-    def of(cls, rows: int, columns: int, demand: KernelDemand) -> "_LossCase":
-        """Every teacher row but each fifth has a query of its own. The best token of each seventh row is outside the
-        draft vocabulary."""
+    def exact(cls, rows: int, columns: int, demand: KernelDemand) -> "_LossInputs":
+        """In fp64 on the CPU, rounded to the job's format. Every teacher row but each fifth has a query of its own. The
+        best token of each seventh row is outside the draft vocabulary."""
         generator = torch.Generator().manual_seed(rows)
         steps, hidden = demand.steps, min(demand.hidden, 64)
 
@@ -112,29 +109,19 @@ class _LossCase(NamedTuple):
         last = draw(rows, hidden)
         # as if the target's full vocabulary had a tenth more probability than the draft's
         lse = (last @ teacher_head.t()).logsumexp(-1) + 0.1
-        inputs = _LossInputs(draw(steps, rows, hidden), head, last, teacher_head, best, lse, query_of)
-        return cls(inputs, demand.dtype)
+        return cls(draw(steps, rows, hidden), head, last, teacher_head, best, lse, query_of)
 
-    def compare(self, kernel: LossKernel, group: dist.ProcessGroup, device: torch.device) -> Iterator[Comparison]:
-        """For the loss of cross-entropies alone, and for that of acceptance rates."""
-        bound, inputs = BOUNDS[self.dtype], self.inputs.to(device, self.dtype)
-        for name, overlap in (("cross-entropy", False), ("acceptance rate", True)):
-            actual, expected = inputs.run(kernel, group, overlap), self._define(overlap)
-            yield Comparison(name, actual[0], expected[0], bound)
-            for of, gradient, exact in zip(("outputs", "lm_head"), actual[1:], expected[1:], strict=True):
-                yield Comparison(f"{name}'s gradient of {of}", gradient, exact, bound**0.5 if overlap else bound)
-
-    def _define(self, overlap: bool) -> tuple[Tensor, ...]:
+    def define(self, overlap: bool) -> dict[str, Tensor]:
         """What `run` should return, by autograd with dense softmaxes."""
-        inputs = self.inputs
-        outputs, head = (x.clone().requires_grad_() for x in (inputs.outputs, inputs.head))
-        z = inputs.last @ inputs.teacher_head.t()
-        counted = (inputs.query_of >= 0) & (inputs.best >= 0)
-        logits = outputs[torch.arange(len(outputs))[:, None], inputs.query_of.clamp(min=0)] @ head.t()
+        outputs, head = (x.clone().requires_grad_() for x in (self.outputs, self.head))
+        z = self.last @ self.teacher_head.t()
+        counted = (self.query_of >= 0) & (self.best >= 0)
+        logits = outputs[torch.arange(len(outputs))[:, None], self.query_of.clamp(min=0)] @ head.t()
         if overlap:
-            rows = torch.minimum((z - inputs.lse[:, None]).exp(), logits.softmax(-1)).sum(-1)
+            name, rows = "acceptance rate", torch.minimum((z - self.lse[:, None]).exp(), logits.softmax(-1)).sum(-1)
         else:
-            rows = -(z.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+            name, rows = "cross-entropy", -(z.softmax(-1) * logits.log_softmax(-1)).sum(-1)
         sums = torch.where(counted, rows, 0).sum(1)
-        gradients = torch.autograd.grad((sums * inputs.weights).sum(), (outputs, head))
-        return sums.detach(), *gradients
+        gradients = torch.autograd.grad((sums * self.weights).sum(), (outputs, head))
+        names = (f"{name}'s {of}" for of in GRADIENTS)
+        return {name: sums.detach(), **dict(zip(names, gradients, strict=True))}

@@ -1,6 +1,6 @@
 """Proves kernels for own keys (see proof.py)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eagle3.attention.block import OwnKernel
 from eagle3.attention.plain import BlockOutput
-from eagle3.kernels.proof import BOUNDS, LSE_BOUND, TIMED_ROWS, Comparison, KernelDemand, KernelVerdict, judge
+from eagle3.kernels.proof import BOUNDS, LSE_BOUND, TIMED_ROWS, Case, KernelDemand, KernelVerdict, judge
 
 ROWS = 37  # of a case; not a multiple of a program's
 
@@ -17,22 +17,16 @@ def prove_own(
     kernels: Sequence[OwnKernel], demand: KernelDemand, device: torch.device, timed: bool
 ) -> list[KernelVerdict]:
     """Verdicts on the kernels for the own keys of step 1, and of the last step."""
-    if not kernels:
-        return []
-
-    def compare(kernel: OwnKernel) -> Iterator[Comparison]:
-        for step in sorted({1, demand.steps - 1}):
-            case = _Case.random(ROWS, step, demand)
-            bounds = {"lse": LSE_BOUND if demand.dtype != torch.float64 else BOUNDS[demand.dtype]}
-            results = case.to(device, demand.dtype).run(kernel)
-            for (name, expected), actual in zip(case.define().items(), results, strict=True):
-                yield Comparison(name, actual, expected, bounds.get(name, BOUNDS[demand.dtype]))
-
-    inputs = _Case.random(TIMED_ROWS, demand.steps - 1, demand).to(device, demand.dtype) if timed else None
-    return [judge(kernel, compare, inputs.run if inputs else None, device) for kernel in kernels]
+    bound, last = BOUNDS[demand.dtype], demand.steps - 1
+    inputs = [_OwnInputs.random(ROWS, step, demand) for step in sorted({1, last})]
+    cases = [
+        Case(each.to(device, demand.dtype).run, each.define(), bound, {"lse": min(LSE_BOUND, bound)}) for each in inputs
+    ]
+    large = _OwnInputs.random(TIMED_ROWS, last, demand).to(device, demand.dtype) if timed else None
+    return judge(kernels, cases, large and large.run, device)
 
 
-class _Case(NamedTuple):
+class _OwnInputs(NamedTuple):
     """Attention over a prefix, and own keys. The prefix of the first query is empty."""
 
     out: Tensor  # [Q, heads, d]
@@ -42,7 +36,7 @@ class _Case(NamedTuple):
     own: Tensor  # [2k, Q, kv_heads, d]
 
     @classmethod
-    def random(cls, rows: int, step: int, demand: KernelDemand) -> "_Case":
+    def random(cls, rows: int, step: int, demand: KernelDemand) -> "_OwnInputs":
         """In fp64 on the CPU, rounded to the job's format."""
         generator = torch.Generator().manual_seed(rows + step)
 
@@ -56,9 +50,9 @@ class _Case(NamedTuple):
         out[0], lse[0] = 0, float("-inf")
         return cls(out, lse, q, grad, own)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> "_Case":
+    def to(self, device: torch.device, dtype: torch.dtype) -> "_OwnInputs":
         out, q, grad, own = (x.to(device, dtype) for x in (self.out, self.q, self.grad, self.own))
-        return _Case(out, self.lse.to(device, torch.promote_types(dtype, torch.float32)), q, grad, own)
+        return _OwnInputs(out, self.lse.to(device, torch.promote_types(dtype, torch.float32)), q, grad, own)
 
     def run(self, kernel: OwnKernel) -> tuple[Tensor, ...]:
         """out and lse over all keys, the own keys' share of q's gradient, and the gradient of own keys and values."""

@@ -1,6 +1,6 @@
 """Proves kernels for SwiGLU and the rotation of heads (see proof.py)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from eagle3.draft.pointwise import Pointwise
 from eagle3.draft.rope import Rotation
-from eagle3.kernels.proof import BOUNDS, TIMED_ROWS, Comparison, KernelDemand, KernelVerdict, judge
+from eagle3.kernels.proof import BOUNDS, TIMED_ROWS, Case, KernelDemand, KernelVerdict, judge
 
 ROWS, WIDTH, TIMED_WIDTH = 37, 1100, 2**13  # of a case; its width is not a multiple of a program's
 
@@ -16,23 +16,16 @@ ROWS, WIDTH, TIMED_WIDTH = 37, 1100, 2**13  # of a case; its width is not a mult
 def prove_pointwise(
     kernels: Sequence[Pointwise], demand: KernelDemand, device: torch.device, timed: bool
 ) -> list[KernelVerdict]:
-    if not kernels:
-        return []
     heads, kv_heads = demand.own_heads
     every = (heads, kv_heads, kv_heads)
-    cases = [_Case.random(demand, each, ROWS, WIDTH, device) for each in ((heads,), (kv_heads, kv_heads), every)]
-
-    def compare(kernel: Pointwise) -> Iterator[Comparison]:
-        names = ("SwiGLU", "SwiGLU's gradient", "rotation", "rotation's gradient")
-        for case in cases:
-            for name, actual, expected in zip(names, case.run(kernel), case.define(), strict=True):
-                yield Comparison(name, actual, expected, BOUNDS[demand.dtype])
-
-    large = _Case.random(demand, every, TIMED_ROWS, TIMED_WIDTH, device) if timed else None
-    return [judge(kernel, compare, large.run if large else None, device) for kernel in kernels]
+    parts = ((heads,), (kv_heads, kv_heads), every)
+    inputs = [_PointwiseInputs.random(demand, each, ROWS, WIDTH, device) for each in parts]
+    cases = [Case(each.run, each.define(), BOUNDS[demand.dtype], {}) for each in inputs]
+    large = _PointwiseInputs.random(demand, every, TIMED_ROWS, TIMED_WIDTH, device) if timed else None
+    return judge(kernels, cases, large and large.run, device)
 
 
-class _Case(NamedTuple):
+class _PointwiseInputs(NamedTuple):
     """Inputs of both, with the gradients of their results."""
 
     x: Tensor  # [tokens, 2I]
@@ -42,7 +35,9 @@ class _Case(NamedTuple):
     d_parts: Sequence[Tensor]  # each [tokens, heads, d]
 
     @classmethod
-    def random(cls, demand: KernelDemand, heads: Sequence[int], rows: int, width: int, device: torch.device) -> "_Case":
+    def random(
+        cls, demand: KernelDemand, heads: Sequence[int], rows: int, width: int, device: torch.device
+    ) -> "_PointwiseInputs":
         generator, exact = torch.Generator(device).manual_seed(rows), torch.promote_types(demand.dtype, torch.float32)
 
         def draw(*shape: int, dtype: torch.dtype = demand.dtype) -> Tensor:
@@ -64,10 +59,10 @@ class _Case(NamedTuple):
         out, d_x = kernel.swiglu(self.x), kernel.swiglu_backward(self.d_out, self.x)
         return out, d_x, torch.cat(parts, 1), kernel.rotate_backward(self.d_parts, rotation)
 
-    def define(self) -> tuple[Tensor, ...]:
+    def define(self) -> dict[str, Tensor]:
         """What `run` should return, by autograd, in fp64 on the CPU."""
         x, d_out, projected, angles, *d_parts = (each.cpu().double() for each in (*self[:-1], *self.d_parts))
-        x, projected = x.requires_grad_(), projected.requires_grad_()
+        x, projected = (each.clone().requires_grad_() for each in (x, projected))
         gate, up = x.chunk(2, 1)
         out = gate / (1 + (-gate).exp()) * up
         whole, turning = projected.unflatten(1, (-1, 2 * angles.shape[-1])), d_parts[:-1] or d_parts
@@ -75,4 +70,9 @@ class _Case(NamedTuple):
         turned = torch.complex(*whole[:, :count].chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
         parts = torch.cat((torch.cat((turned.real, turned.imag), -1), whole[:, count:]), 1)
         d_x, d_projected = torch.autograd.grad((out, parts), (x, projected), (d_out, torch.cat(d_parts, 1)))
-        return out.detach(), d_x, parts.detach(), d_projected
+        return {
+            "SwiGLU": out.detach(),
+            "SwiGLU's gradient": d_x,
+            "rotation": parts.detach(),
+            "rotation's gradient": d_projected,
+        }

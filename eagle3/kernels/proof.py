@@ -7,7 +7,7 @@ bounds leave a factor of 2.5. A wrong scale of 2%, or one key too many or too fe
 
 import math
 import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -63,8 +63,7 @@ class KernelDemand:
         return self.undealt or (self.heads, self.kv_heads)
 
 
-@dataclass(frozen=True)
-class KernelVerdict:
+class KernelVerdict(NamedTuple):
     """What came of one kernel's proof."""
 
     kernel: str
@@ -85,41 +84,45 @@ class KernelVerdict:
         return f"{self.kernel} is right (error {self.error:.1%} of its bound{seconds})"
 
 
-class Comparison(NamedTuple):
-    """A result beside the definition's."""
+class Case(NamedTuple):
+    """A call, and what the definition says of its results."""
 
-    name: str
-    actual: Tensor
-    expected: Tensor  # fp64, on the CPU
-    bound: float
-
-    @property
-    def error(self) -> float:
-        """Relative to the norm of what is expected; inf if a number is not finite or the shapes differ."""
-        actual = self.actual.detach().to("cpu", torch.float64)
-        if actual.shape != self.expected.shape or not bool(actual.isfinite().all()):
-            return float("inf")
-        return float((actual - self.expected).norm() / self.expected.norm())
+    run: Callable[[Any], Sequence[Tensor]]  # with a kernel
+    expected: Mapping[str, Tensor]  # each result by name, in fp64 on the CPU
+    bound: float  # of the results' errors
+    bounds: Mapping[str, float]  # of those results that have another
 
 
 def judge(
-    kernel: Any,
-    compare: Callable[[Any], Iterator[Comparison]],
-    call: Callable[[Any], None] | None,
-    device: torch.device,
+    kernels: Sequence[Any], cases: Sequence[Case], timed: Callable[[Any], Any] | None, device: torch.device
+) -> list[KernelVerdict]:
+    """Verdicts on the kernels from these cases. timed: a call for the clock."""
+    return [_verdict(kernel, cases, timed, device) for kernel in kernels]
+
+
+def _verdict(
+    kernel: Any, cases: Sequence[Case], timed: Callable[[Any], Any] | None, device: torch.device
 ) -> KernelVerdict:
     """Whatever a kernel raises is its own failure."""
     worst = 0.0
     try:
-        for result in compare(kernel):
-            error = result.error
-            worst = max(worst, error / result.bound)
-            if not error <= result.bound:
-                reason = f"{result.name} is off by {error:.1e} (bound {result.bound:.1e})"
-                return KernelVerdict(kernel.name, worst, reason)
-        return KernelVerdict(kernel.name, worst, seconds=seconds_of(lambda: call(kernel), device) if call else None)
+        for case in cases:
+            for (name, expected), actual in zip(case.expected.items(), case.run(kernel), strict=True):
+                error, bound = _error(actual, expected), case.bounds.get(name, case.bound)
+                worst = max(worst, error / bound)
+                if not error <= bound:
+                    return KernelVerdict(kernel.name, worst, f"{name} is off by {error:.1e} (bound {bound:.1e})")
+        return KernelVerdict(kernel.name, worst, seconds=seconds_of(lambda: timed(kernel), device) if timed else None)
     except Exception as error:  # a compiler's, a driver's, a library's: none of them may end the job
         return KernelVerdict(kernel.name, float("inf"), raised(error), raised=True)
+
+
+def _error(actual: Tensor, expected: Tensor) -> float:
+    """Relative to the norm of what is expected; inf if a number is not finite or the shapes differ."""
+    actual = actual.detach().to("cpu", torch.float64)
+    if actual.shape != expected.shape or not bool(actual.isfinite().all()):
+        return float("inf")
+    return float((actual - expected).norm() / expected.norm())
 
 
 def raised(error: Exception) -> str:

@@ -31,12 +31,9 @@ from eagle3.kernels.choice import (
     choose_kernels,
     parsed,
     pick,
-    plain_values,
     remembered,
 )
-from eagle3.kernels.loss import prove_loss
 from eagle3.kernels.own import prove_own
-from eagle3.kernels.pointwise import prove_pointwise
 from eagle3.kernels.proof import KernelDemand, KernelVerdict
 from eagle3.objective.fused import FUSED
 from eagle3.objective.softmaxes import PLAIN
@@ -76,11 +73,7 @@ def test_a_wrong_attention_kernel_is_found_out_and_said_what_of(kind, fault, rea
 
 def proved(of, kernel, topology, **changes) -> KernelVerdict:
     """The verdict on a kernel of the loss, of own keys or of position-wise work."""
-    demand = replace(DEMAND, **changes)
-    if of == LOSS:
-        (verdict,) = prove_loss([kernel], demand, topology.alone, CPU, timed=False)
-    else:
-        (verdict,) = {OWN: prove_own, POINTWISE: prove_pointwise}[of]([kernel], demand, CPU, timed=False)
+    (verdict,) = Candidates({of: [kernel]}).prove(replace(DEMAND, **changes), topology.alone, CPU, timed=False)[of]
     return verdict
 
 
@@ -217,7 +210,7 @@ def test_of_ranks_that_agree_the_slowest_one_counts():
     assert not agreement(broken)["full"][0].right
     lacking = [tables[0], {"full": tables[1]["full"][1:]}]  # a rank without the package
     assert [verdict.kernel for verdict in agreement(lacking)["full"]] == ["b"]
-    assert parsed(plain_values(tables[0])) == tables[0]
+    assert parsed(json.loads(json.dumps(tables[0]))) == tables[0]
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"full": []}', '{"full": [{"kernels": 1}]}', '{"full": 3}'])

@@ -11,7 +11,7 @@ from triton.compiler.errors import CompilationError
 from eagle3.attention.block import CPU, PLAIN, PLAIN_OWN, Kernel
 from eagle3.attention.plain import BlockGradients, BlockOutput
 from eagle3.draft.pointwise import PLAIN_POINTWISE
-from eagle3.kernels.choice import LOSS, OWN, POINTWISE, Candidates, agreement, parsed, pick, plain_values
+from eagle3.kernels.choice import LOSS, OWN, POINTWISE, Candidates, agreement, pick
 from eagle3.kernels.proof import KernelDemand
 from eagle3.objective import softmaxes
 from eagle3.parallel.topology import gathered, start_distributed, stop_distributed
@@ -148,7 +148,7 @@ def job() -> None:
     others = {"banded": [], "windowed": [], OWN: [PLAIN_OWN], POINTWISE: [PLAIN_POINTWISE], LOSS: [softmaxes.PLAIN]}
     candidates = Candidates({**blocks, **others})
     table = candidates.prove(DEMAND, topology.alone, topology.device, timed=False)
-    choice = pick(candidates, agreement([parsed(each) for each in gathered(plain_values(table))]))
+    choice = pick(candidates, agreement(gathered(table)))
     print(f"\nREPORT {json.dumps({'names': choice.names, 'warnings': choice.warnings})}", flush=True)
     stop_distributed()
 
