@@ -76,7 +76,7 @@ def forced_drafts(
         stream = Stream.pack([texts[i].ids for i in batch], answers, "served")
         plan = plan_sequence(stream, draft_tokens, window=draft.draft_config.window)
         states = torch.cat([aux[i] for i in batch])[plan.rows]
-        inputs = unroll_inputs(stream, plan, draft_tokens, states.to(draft.fc.weight.dtype))
+        inputs = unroll_inputs(stream, plan, states.to(draft.fc.weight.dtype))
         inputs = inputs.map(lambda tensor: tensor.to(device), lambda rows: rows)
         rows = torch.cat(
             [start + torch.tensor(chain) for start, chain in zip(stream.starts, chains, strict=True)]

@@ -92,7 +92,7 @@ class BatchMaker:
             transform=self.transform,
             written=self.draft_id[stream.tokens_after(plan.teacher, 1).to(self.draft_id.device)],
         )
-        inputs = unroll_inputs(stream, plan, len(plan.query_of), rows.aux.to(self.dtype))
+        inputs = unroll_inputs(stream, plan, rows.aux.to(self.dtype))
         positions = stream.positions(len(plan.query_of))
         shares = 1 / positions.clamp(min=1).double()[:, stream.document[plan.teacher]] if self.by_sample else None
         samples = (positions > 0).sum(1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from eagle3.draft.pointwise import Pointwise
 from eagle3.draft.rope import Rotation
 from eagle3.objective.recompute import ChunkedWork, Cut, Recompute, Step, cut_rows
 from eagle3.objective.streaming import StreamedRows
-from eagle3.parallel.sequence import NextTokens, SequencePlan, Stream
+from eagle3.parallel.sequence import SequencePlan, Stream
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class UnrollInputs:
     aux: Tensor | StreamedRows  # [rows, 3Ht]: auxiliary states at the plan's rows; on the host if streamed
     key_slots: Tensor  # see SequencePlan
     query_slots: Tensor  # see SequencePlan
-    tokens: Tensor  # [U]: this and the next three see NextTokens
-    queried: int
-    key_tokens: Tensor  # [N]
-    query_tokens: Tensor  # [K, Q]
+    tokens: Tensor  # [U] int64: those that follow the rank's rows, each once; those that follow queries come first
+    queried: int  # how many those are
+    key_tokens: Tensor  # [N]: the place in `tokens` of the token after each key
+    query_tokens: Tensor  # [K, Q]: at step k, the place of the token k+1 after each query
     key_positions: Tensor  # [N]
     query_positions: Tensor  # [Q]
     # for each step, then each ring rank: what the Ulysses group's queries see of its keys
@@ -69,10 +70,10 @@ class UnrollInputs:
         )
 
 
-def unroll_inputs(stream: Stream, plan: SequencePlan, steps: int, aux: Tensor) -> UnrollInputs:
+def unroll_inputs(stream: Stream, plan: SequencePlan, aux: Tensor) -> UnrollInputs:
     """Cuts a stream by its plan, on the CPU. The plan's window must be at least K, so that it contains a query's own
     keys. aux is [rows, 3Ht] on any device. Padding reads the last row, and no query sees it."""
-    window = plan.window
+    window, steps = plan.window, len(plan.query_of)
     assert window is None or window >= steps, f"a window of {window} hides a query's own keys"
     keys, queries, ring_queries = (rows.clamp(min=0) for rows in (plan.keys, plan.queries, plan.ring_queries))
     positions, shares = stream.position[ring_queries], tuple(plan.ring_keys)
@@ -80,17 +81,21 @@ def unroll_inputs(stream: Stream, plan: SequencePlan, steps: int, aux: Tensor) -
     def schedules(window: int | None) -> tuple[PrefixSchedule, ...]:
         return tuple(schedule_prefix(plan.ring_queries, positions, share, window=window) for share in shares)
 
-    following = NextTokens.of(plan, stream)
+    after_keys = stream.tokens_after(keys, 1)  # 0 beyond the end of a document
+    after_queries = torch.stack([stream.tokens_after(queries, k + 1) for k in range(steps)])
+    queried = after_queries.unique()
+    tokens = torch.cat((queried, after_keys[~torch.isin(after_keys, queried)].unique()))
+    ascending, order = tokens.sort()
     every = (schedules(None),) * steps if window is None else tuple(schedules(window - k) for k in range(steps))
     return UnrollInputs(
         aux=aux,
         key_slots=plan.key_slots,
         query_slots=plan.query_slots,
-        tokens=following.tokens,
-        queried=following.queried,
-        key_tokens=following.after_keys,
+        tokens=tokens,
+        queried=len(queried),
+        key_tokens=order[torch.searchsorted(ascending, after_keys)],
         key_positions=stream.position[keys],
-        query_tokens=following.after_queries,
+        query_tokens=order[torch.searchsorted(ascending, after_queries)],
         query_positions=stream.position[queries],
         schedules=every,
         plan=plan,
@@ -118,20 +123,19 @@ def unroll(
     at_once = recompute == "none"
     chunk = max(rows, queries) if at_once or chunk is None else chunk
     at_work = DraftPass(draft, exact=not at_once, pointwise=pointwise)
-    tokens, weights = Tokens.of(at_work, inputs, share=at_once), at_work.weights
-    entry = ChunkedWork(UnrollEntry(at_work, inputs, tokens), inputs.entry_cuts(chunk), weights)
+    work, weights = Work(at_work, attention, inputs, Shared.of(at_work, inputs) if at_once else None), at_work.weights
+    entry = ChunkedWork(work.enter, inputs.entry_cuts(chunk), weights)
     hidden, *prefix = (entry.plainly if at_once else entry)()
     exchange = attention.start(KeyValue(*prefix))
     del prefix
     own: tuple[KeyValue, ...] = ()
     outputs = []
     for k in range(len(inputs.query_tokens)):
-        work = StepWork(at_work, attention, inputs, tokens, k)
         project_cuts = cut_rows(queries, chunk, outputs=3 if k else 1)  # q and, from step 1 on, K_k and V_k
         finish_cuts = cut_rows(queries, chunk, outputs=1)
         step = Step(
-            ChunkedWork(work.project, project_cuts, weights),
-            work.attend,
+            ChunkedWork(partial(work.project, k), project_cuts, weights),
+            partial(work.attend, k),
             ChunkedWork(work.finish, finish_cuts, weights),
         )
         hidden, own = step.run(hidden, exchange, own, recompute)
@@ -146,80 +150,54 @@ class Shared(NamedTuple):
     keys: SharedRows  # what the embeddings of all tokens add to keys and values
     rotations: Rotation  # of all steps' queries, one step after the other
 
-
-@dataclass(frozen=True)
-class Tokens:
-    """What a projection takes beside the hidden states: what embeddings add to it, and its rotation. It is computed
-    where it is needed, unless steps share it."""
-
-    draft: DraftPass
-    inputs: UnrollInputs
-    shared: Shared | None
-
     @classmethod
-    def of(cls, draft: DraftPass, inputs: UnrollInputs, share: bool) -> "Tokens":
-        if not share:
-            return cls(draft, inputs, None)
+    def of(cls, draft: DraftPass, inputs: UnrollInputs) -> "Shared":
         x = draft.embed(inputs.tokens)
         queried = draft.embedded(x[: inputs.queried], draft.all)
         keys = torch.cat((queried[:, draft.keys], draft.embedded(x[inputs.queried :], draft.keys)))
         steps = torch.arange(len(inputs.query_tokens), device=inputs.query_positions.device)
         rotations = draft.rotation((inputs.query_positions + steps[:, None]).flatten())
-        return cls(draft, inputs, Shared(SharedRows(queried), SharedRows(keys), rotations))
-
-    def at_queries(self, k: int, rows: slice) -> tuple[Tensor, Rotation]:
-        """For `DraftPass.project` in step k; of all queries if shared."""
-        places, projections = self.inputs.query_tokens[k, rows], self.draft.all if k else self.draft.queries
-        if self.shared is None:
-            return self._computed(places, projections), self.draft.rotation(self.inputs.query_positions[rows] + k)
-        rotation = self.shared.rotations.at(slice(k * len(places), (k + 1) * len(places)))
-        return self.shared.queried.at(places, projections), rotation
-
-    def at_keys(self, rows: slice) -> tuple[Tensor, Rotation]:
-        """For `DraftPass.prefix`."""
-        places, rotation = self.inputs.key_tokens[rows], self.draft.rotation(self.inputs.key_positions[rows])
-        if self.shared is None:
-            return self._computed(places, self.draft.keys), rotation
-        return self.shared.keys.at(places, self.draft.all), rotation
-
-    def _computed(self, places: Tensor, projections: slice) -> Tensor:
-        return self.draft.embedded(self.draft.embed(self.inputs.tokens[places]), projections)
+        return cls(SharedRows(queried), SharedRows(keys), rotations)
 
 
 @dataclass(frozen=True)
-class UnrollEntry:
-    """The entry for a chunk of rows: fused states of its queries, and K_0 and V_0 of its keys."""
-
-    draft: DraftPass
-    inputs: UnrollInputs
-    tokens: Tokens
-
-    def __call__(self, cut: Cut) -> tuple[Tensor, ...]:
-        draft, inputs = self.draft, self.inputs
-        queries, keys, _ = cut.outputs
-        fused = draft.draft.fuse(inputs.aux[cut.rows])
-        hidden, prefix_hidden = (
-            fused.index_select(0, slots - cut.rows.start)
-            for slots in (inputs.query_slots[queries], inputs.key_slots[keys])
-        )
-        return hidden, *draft.prefix(prefix_hidden, *self.tokens.at_keys(keys))
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """The work of TTT step k: a chunk of queries before and after attention, and attention of all queries."""
+class Work:
+    """The parts of the unroll. What embeddings add to a projection, and its rotation, are computed where they are
+    needed, unless steps share them."""
 
     draft: DraftPass
     attention: TTTAttention
     inputs: UnrollInputs
-    tokens: Tokens
-    k: int
+    shared: Shared | None
 
-    def project(self, cut: Cut, hidden: Tensor) -> tuple[Tensor, ...]:
-        return self.draft.project(hidden, *self.tokens.at_queries(self.k, cut.rows))
+    def enter(self, cut: Cut) -> tuple[Tensor, ...]:
+        """Of a chunk of rows: fused states of its queries, and K_0 and V_0 of its keys."""
+        inputs = self.inputs
+        queries, keys, _ = cut.outputs
+        fused = self.draft.draft.fuse(inputs.aux[cut.rows])
+        hidden, prefix_hidden = (
+            fused.index_select(0, slots - cut.rows.start)
+            for slots in (inputs.query_slots[queries], inputs.key_slots[keys])
+        )
+        places, rotation = inputs.key_tokens[keys], self.draft.rotation(inputs.key_positions[keys])
+        added = self.shared.keys.at(places, self.draft.all) if self.shared else self._added(places, self.draft.keys)
+        return hidden, *self.draft.prefix(prefix_hidden, added, rotation)
 
-    def attend(self, q: Tensor, shared: SharedKeyValue, own: tuple[KeyValue, ...]) -> Tensor:
-        return self.attention(q, shared, self.inputs.schedules[self.k], own)
+    def project(self, k: int, cut: Cut, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Before attention in step k, of a chunk of queries; of all if steps share."""
+        places, projections = self.inputs.query_tokens[k, cut.rows], self.draft.all if k else self.draft.queries
+        if self.shared is None:
+            rotation = self.draft.rotation(self.inputs.query_positions[cut.rows] + k)
+            return self.draft.project(hidden, self._added(places, projections), rotation)
+        rotation = self.shared.rotations.at(slice(k * len(places), (k + 1) * len(places)))
+        return self.draft.project(hidden, self.shared.queried.at(places, projections), rotation)
+
+    def attend(self, k: int, q: Tensor, prefix: SharedKeyValue, own: tuple[KeyValue, ...]) -> Tensor:
+        return self.attention(q, prefix, self.inputs.schedules[k], own)
 
     def finish(self, cut: Cut, hidden: Tensor, attended: Tensor) -> tuple[Tensor]:
+        """After attention, of a chunk of queries."""
         return (self.draft.finish(hidden, attended),)
+
+    def _added(self, places: Tensor, projections: slice) -> Tensor:
+        return self.draft.embedded(self.draft.embed(self.inputs.tokens[places]), projections)

@@ -4,7 +4,7 @@ queries by work. Stream and plan follow from token ids and loss masks alone."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, assert_never
+from typing import Literal, assert_never
 
 import torch
 from torch import Tensor
@@ -117,27 +117,6 @@ class SequencePlan:
     def supervised(self) -> Tensor:
         """[K, M] bool: whether the teacher row teaches one of this rank's queries in step k."""
         return self.query_of >= 0
-
-
-class NextTokens(NamedTuple):
-    """The tokens that follow a rank's rows, each once, and where they follow."""
-
-    tokens: Tensor  # [U] int64; those that follow queries come first
-    queried: int  # how many those are
-    after_keys: Tensor  # [N]: the place in `tokens` of the token after each key
-    after_queries: Tensor  # [K, Q]: at step k, the place of the token k+1 after each query
-
-    @classmethod
-    def of(cls, plan: SequencePlan, stream: Stream) -> "NextTokens":
-        """Token 0 follows the end of a document. Padding reads the last row."""
-        keys, queries = (rows.clamp(min=0) for rows in (plan.keys, plan.queries))
-        after_keys = stream.tokens_after(keys, 1)
-        after_queries = torch.stack([stream.tokens_after(queries, k + 1) for k in range(len(plan.query_of))])
-        queried = after_queries.unique()
-        tokens = torch.cat((queried, after_keys[~torch.isin(after_keys, queried)].unique()))
-        ascending, order = tokens.sort()
-        places = (order[torch.searchsorted(ascending, after)] for after in (after_keys, after_queries))
-        return cls(tokens, len(queried), *places)
 
 
 def plan_sequence(

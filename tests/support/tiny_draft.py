@@ -100,7 +100,7 @@ def export_trained(
     stream = Stream.pack(texts, [torch.ones(len(text), dtype=torch.bool) for text in texts], "reference")
     plan = plan_sequence(stream, DRAFT_TOKENS, window=config.window)
     aux = torch.cat([states.aux for states in target.prefill(texts)])
-    inputs = unroll_inputs(stream, plan, DRAFT_TOKENS, aux[plan.rows])
+    inputs = unroll_inputs(stream, plan, aux[plan.rows])
     labels = torch.stack([draft_id[stream.tokens_after(plan.queries, step + 2)] for step in range(DRAFT_TOKENS)])
     attention = TTTAttention.over(topology.alone, topology.alone, draft.scale)
     optimizer = torch.optim.AdamW(trained, lr=3e-3)
