@@ -151,21 +151,14 @@ def job_store(timeout: datetime.timedelta) -> dist.Store:
 
 
 def _own_device() -> torch.device:
-    """This process's GPU, or the CPU with this process's share of the cores. Raises UserError if the environment is not
-    one that a launcher sets up."""
-    local, rank, world = launched("LOCAL_RANK", 0), launched("RANK", 0), launched("WORLD_SIZE", 1)
-    if not 0 <= rank < world:
-        raise SharedUserError(f"RANK={rank}: a job of WORLD_SIZE={world} has ranks 0 to {world - 1}; set one of these")
-    if not 0 < (port := launched("MASTER_PORT", 0)) < 65536:
-        raise SharedUserError(
-            f"MASTER_PORT={port}: is not a port, though RANK is set; start with deepspeed or torchrun, which set both, "
-            "or unset RANK and WORLD_SIZE"
-        )
+    """This process's GPU, or the CPU with this process's share of the cores. Raises UserError if the node has more
+    processes than GPUs."""
     beside = launched("LOCAL_WORLD_SIZE", launched("LOCAL_SIZE", 1))
     if not torch.cuda.is_available():
         without_compiled_collective()
         torch.set_num_threads(max(1, usable_cores() // beside))
         return torch.device("cpu")
+    local = launched("LOCAL_RANK", 0)
     if max(beside, local + 1) > torch.cuda.device_count():
         raise SharedUserError(
             f"launcher: {beside} processes on a node of {torch.cuda.device_count()} GPUs; start at most one per GPU"
