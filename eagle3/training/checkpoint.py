@@ -15,12 +15,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
 from eagle3.console import waiting
 from eagle3.durable import file_digest, flush, publish
 from eagle3.errors import SharedUserError, UserError, shown
-from eagle3.finite import is_finite
 from eagle3.parallel.topology import agreed
 from eagle3.patches import collect_failures, plain_loads
 from eagle3.training import safe_loading
@@ -194,7 +192,6 @@ def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:
             with plain_loads():
                 loaded, state = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=False)
             assert loaded is not None, "DeepSpeed loaded nothing"
-            _require_fit(engine)
             _set_random_state(state)
             step = state["step"]
             if not isinstance(step, int) or _name(step) != checkpoint.name:
@@ -211,34 +208,9 @@ def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:
 def other_data(checkpoint: Path, error: Exception) -> UserError:
     """The error for a checkpoint whose files are intact and safe, but hold data that training does not write."""
     return UserError(
-        f"{checkpoint}: holds other data than training writes ({error!r:.300}); move this folder away, so that "
-        "--resume takes the checkpoint before it, or start afresh without --resume"
+        f"{checkpoint}: holds other data than training writes ({type(error).__name__}: {str(error):.300}); move "
+        "this folder away, so that --resume takes the checkpoint before it, or start afresh without --resume"
     )
-
-
-def _require_fit(engine: DeepSpeedEngine) -> None:
-    """Checks the values that DeepSpeed and torch take from a file unchecked and use in the next step. May raise any
-    exception."""
-    zero, adam = engine.optimizer, engine.optimizer.optimizer
-    scaler = vars(zero).get("loss_scaler") or LossScaler(1.0)  # DeepSpeed's optimizer for bf16 has none
-    numbers = {
-        "steps": (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.lr_scheduler.last_epoch),
-        "gradient clipping": (zero.clip_grad, scaler.cur_scale),
-    }
-    for place, group in enumerate(adam.param_groups):
-        beta1, beta2 = group["betas"]
-        numbers[f"group {place}"] = (group["lr"], beta1, beta2, group["eps"], group["weight_decay"])
-    for name, values in numbers.items():
-        if not all(isinstance(value, int | float) for value in values):
-            raise TypeError(f"{name}: {shown(values)}")
-    for weight, state in adam.state.items():  # empty if every step so far was skipped
-        if state.keys() != {"step", "exp_avg", "exp_avg_sq"}:
-            raise ValueError(f"optimizer state: {shown([*state])}")
-        for name in ("exp_avg", "exp_avg_sq"):
-            if state[name].shape != weight.shape:
-                raise ValueError(f"{name}: {list(state[name].shape)} for {list(weight.shape)} weights")
-        if not all(map(is_finite, (weight, state["exp_avg"], state["exp_avg_sq"]))):
-            raise ValueError("weights or optimizer state that are not finite")
 
 
 @contextmanager
@@ -252,15 +224,8 @@ def _converted(path: Path) -> Iterator[Path]:
         _remove(folder)
         folder.mkdir()
         command = (
-            *(
-                sys.executable,
-                "-m",
-                safe_loading.__name__,
-                "--input_folder",
-                str(path),
-                "--output_folder",
-                str(universal),
-            ),
+            *(sys.executable, "-m", safe_loading.__name__),
+            *("--input_folder", str(path), "--output_folder", str(universal)),
             *("--num_extract_workers", "1", "--num_merge_workers", "1"),  # do not start further processes
         )
         process = subprocess.run(command, capture_output=True, text=True, check=False)

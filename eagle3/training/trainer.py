@@ -156,9 +156,7 @@ class Trainer:
         try:
             self.course = TypeAdapter(Course).validate_python(resumed.progress)
         except ValidationError as error:
-            wrong = error.errors()[0]
-            reason = ValueError(f"{'.'.join(map(str, ('progress', *wrong['loc'])))}: {wrong['msg']}")
-            raise other_data(self.checkpoints.path(resumed.step), reason) from error
+            raise other_data(self.checkpoints.path(resumed.step), error) from error
         if changed := changes(self.course.kernels, kernels):
             self.console.warn(f"kernels have changed since step {resumed.step}, so rounding differs ({changed})")
         self.course.kernels = kernels

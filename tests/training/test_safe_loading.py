@@ -134,32 +134,15 @@ def test_the_process_that_converts_guards_itself(topology, saved):
     assert not mark.exists()
 
 
-def adam_state(content):
-    return content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
-
-
 # The planted data is plain, but has a different structure than training writes.
 OTHER_DATA = {
-    "no step": (FILES[0], lambda content: content.pop("step"), "KeyError.'step'"),
+    "no step": (FILES[0], lambda content: content.pop("step"), "KeyError: 'step'"),
     "a step that is a text": (FILES[0], lambda content: content.update(step="3"), "step: '3'"),
     "another step": (FILES[0], lambda content: content.update(step=4), "step: 4"),
     "a list for the weights": (FILES[0], lambda content: content.update(module=[]), "Error"),
-    "a text for a counter": (FILES[0], lambda content: content.update(skipped_steps="0"), "steps: .*'0'"),
-    "a schedule of texts": (FILES[0], lambda content: content["lr_scheduler"].update(last_epoch="2"), "steps: .*'2'"),
     "random numbers of another size": (FILES[0], lambda content: content.update(torch_rng=torch.zeros(3)), "Error"),
     "no optimizer state": (FILES[1], lambda content: content.clear(), "KeyError"),
     "a list for the optimizer state": (FILES[1], lambda content: content.update(optimizer_state_dict=[1]), "Error"),
-    "moments of another shape": (
-        FILES[1],
-        lambda content: adam_state(content).update(exp_avg=torch.ones(1)),
-        "exp_avg: .1.",
-    ),
-    "a moment missing": (FILES[1], lambda content: adam_state(content).pop("exp_avg_sq"), "'exp_avg'"),
-    "a moment that is not finite": (
-        FILES[1],
-        lambda content: adam_state(content)["exp_avg_sq"][0].fill_(float("nan")),
-        "not finite",
-    ),
 }
 
 
