@@ -20,8 +20,8 @@ from eagle3.preflight.inputs import inputs_of
 from eagle3.recipe.loading import dump_recipe, leaves
 from eagle3.recipe.schema import Recipe
 from eagle3.sealed import DAMAGE, read_sealed, sealed
-from eagle3.training.claim import CLAIM, Claim
-from eagle3.training.manifest import CheckpointManifest, finished
+from eagle3.training.claim import Claim
+from eagle3.training.manifest import finished
 from eagle3.training.metrics_file import read_records
 
 # Keys that may change when a run is resumed. They affect what is reported or kept, or which rank computes what. Only
@@ -95,13 +95,9 @@ class RunFolder:
             return token_hex(16)
         known = self.identity.read_bytes().decode("ascii", "replace").strip() if self.identity.is_file() else ""
         if not re.fullmatch("[0-9a-f]{32}", known):
-            written = {
-                manifest.run for path in finished(self.checkpoints) if (manifest := CheckpointManifest.read(path))
-            }
             raise UserError(
                 f"{self.identity}: {'damaged' if self.identity.exists() else 'is missing'}; write into it what "
-                "manifest.json of this run's checkpoints has as run "
-                f"({', '.join(sorted(written)) or 'none is intact: start afresh without --resume'})"
+                "manifest.json of this run's checkpoints has as run, or start afresh without --resume"
             )
         return known
 
@@ -139,21 +135,8 @@ class RunFolder:
         """Whether running `recipe` here would continue a run. Changes nothing. Raises UserError if the folder cannot
         hold a run, or if the recipe would make the run compute something different."""
         place = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
-        if not place.is_dir():
-            raise UserError(f"{self.path}: a file is in the way of this folder; set output.dir to another place")
         if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
             raise UserError(f"output.dir: {self.path}: {place} cannot be written; set output.dir to another place")
-        target, own = Path(recipe.model.target).resolve(), self.path.resolve()
-        if target.is_dir() and own.is_relative_to(target):
-            raise UserError(
-                f"output.dir: {self.path}: lies in the target's own folder, {recipe.model.target}, which a run would "
-                "change; set output.dir to another place"
-            )
-        for path in self.path.absolute().parents:
-            if (path / self.recipe.name).exists() and any((path / name).exists() for name in (CLAIM, "run_id.txt")):
-                raise UserError(
-                    f"{self.path}: lies in the folder of another run, {path}; set output.dir to another place"
-                )
         self._require_own_names()
         if resume != "no" and not self.recipe.exists() and finished(self.checkpoints) and not self._staging.exists():
             raise UserError(
@@ -192,22 +175,16 @@ class RunFolder:
                 )
 
     def _require_place_of_its_own(self, recipe: Recipe) -> None:
-        """Raises UserError if the folder contains the working directory or something that the run reads."""
-        own = self.path.resolve()
-        if Path.cwd().is_relative_to(own):
-            raise UserError(
-                f"output.dir: {self.path}: contains the folder that this was started in; set output.dir to a folder of "
-                "its own"
-            )
-        for key, name in inputs_of(recipe).items():
-            if (
-                key.startswith(("data.", "model.draft."))
-                and Path(name).exists()
-                and Path(name).resolve().is_relative_to(own)
-            ):
+        """Raises UserError if the folder contains the working directory or data that the run reads, or is the
+        target's."""
+        own, inputs = self.path.resolve(), {"the working directory": str(Path.cwd()), **inputs_of(recipe)}
+        for key, name in inputs.items():
+            place = Path(name).resolve()
+            inside = place.is_relative_to(own) and key not in ("model.target", "hidden_states.path")
+            if place.exists() and (inside or (key == "model.target" and own.is_relative_to(place))):
                 raise UserError(
-                    f"output.dir: {self.path}: contains {key} ({name}), which a run there would write beside, or move "
-                    "away; set output.dir to a folder of its own"
+                    f"output.dir: {self.path}: {'contains' if inside else 'lies in'} {key} ({name}), which a run there "
+                    "would write beside, or move away; set output.dir to a folder of its own"
                 )
 
     def require_same_inputs(self, inputs: dict[str, str]) -> None:
@@ -237,10 +214,6 @@ class RunFolder:
     def _require_own_names(self) -> None:
         """Raises UserError if a name that the run needs is taken by something that no run left there."""
         own = {path.name for path in self._own()}
-        for path in (self.path / name for name in sorted(own)):
-            if (path.name in FILES and not path.is_file()) or (path.name in FOLDERS and not path.is_dir()):
-                kind = "file" if path.name in FILES else "folder"
-                raise UserError(f"{path}: is not a {kind}, but a run would write one there; move it away")
         is_run = self.checkpoints.name in own and (finished(self.checkpoints) or not any(self.checkpoints.iterdir()))
         if own and not is_run and not own & {self.identity.name, self.metrics.name} and not self._staging.exists():
             raise UserError(

