@@ -14,6 +14,7 @@ import torch
 from eagle3.console import Console, all_without_passwords
 from eagle3.durable import writing
 from eagle3.errors import UserError, extra_command
+from eagle3.recipe.schema import Tracking
 
 
 class Tracker:
@@ -27,28 +28,20 @@ class Tracker:
     config: the recipe, for Weights & Biases, with passwords masked.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        tensorboard: bool,
-        wandb_project: str | None,
-        console: Console,
-        run_id: str,
-        config: dict[str, Any],
-    ) -> None:
+    def __init__(self, folder: Path, tracking: Tracking, run_id: str, config: dict[str, Any], console: Console) -> None:
         self.folder, self.file = folder, (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self.board = self.wandb = None
-        if tensorboard and importlib.util.find_spec("tensorboard"):
+        if tracking.tensorboard and importlib.util.find_spec("tensorboard"):
             from eagle3.training.board import Board
 
             self.board = Board(folder / "tensorboard", console.warn)
-        if wandb_project and importlib.util.find_spec("wandb"):
+        project = tracking.wandb_project
+        if project and importlib.util.find_spec("wandb"):
             import wandb
 
             try:
                 self.wandb = wandb.init(
-                    project=wandb_project,
+                    project=project,
                     dir=str(folder),
                     id=run_id,
                     name=folder.resolve().name,
@@ -59,8 +52,8 @@ class Tracker:
                     settings=wandb.Settings(x_disable_meta=True),
                 )
             except (wandb.Error, ValueError) as error:  # ValueError: for bad environment variables
-                raise _does_not_begin(wandb_project, " ".join(str(error).split())) from error
-        elif wandb_project:
+                raise _does_not_begin(project, str(error)) from error
+        elif project:
             console.warn(f"tracking.wandb_project is set but wandb is not installed; {extra_command('wandb')}")
 
     def write(self, step: int, kind: str, values: dict[str, Any]) -> None:

@@ -76,7 +76,8 @@ class Trainer:
         # before the ranks train on different samples
         order = self.train_loader.order_identity(self._batch(start))
         require_agreement("order of the samples", order, "clear data.cache_dir on that node and start again")
-        tracker = agreed(self._tracker, self.topology.is_first)
+        config, tracking, run = self.recipe.model_dump(mode="json"), self.recipe.tracking, self.checkpoints.run
+        tracker = agreed(lambda: Tracker(self.folder.path, tracking, run, config, self.console), self.topology.is_first)
         self.console(
             f"in step lines loss is the weighted sum over {self.training.ttt_steps} TTT steps, accuracy the first one's"
         )
@@ -163,17 +164,6 @@ class Trainer:
 
     def _batch(self, step: int) -> list[DrawnSample]:
         return draw_batch(step, len(self.train_loader.samples), self.training.global_batch_size, self.recipe.data.seed)
-
-    def _tracker(self) -> Tracker:
-        tracking = self.recipe.tracking
-        return Tracker(
-            self.folder.path,
-            tensorboard=tracking.tensorboard,
-            wandb_project=tracking.wandb_project,
-            console=self.console,
-            run_id=self.checkpoints.run,
-            config=self.recipe.model_dump(mode="json"),
-        )
 
     def _train_step(self, step: int) -> tuple[Metrics, float, StepOutcome]:
         """Takes one optimiser step. Returns its metrics, its learning rate and its outcome."""

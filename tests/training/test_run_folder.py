@@ -21,6 +21,7 @@ from eagle3.durable import move_aside
 from eagle3.errors import UserError
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import dump_recipe, load_recipe
+from eagle3.recipe.schema import Tracking
 from eagle3.training.claim import CLAIM, PATIENCE, Claim, holder_of
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.tracking import Tracker
@@ -381,7 +382,7 @@ def test_at_the_end_of_a_run_a_full_disk_is_a_line_and_takes_nothing(tmp_path, t
     identity = folder.identify(False)
     folder.begin(recipe, False, identity, {}, print)
     folder.write_evaluation({"of": "before"})
-    tracker = Tracker(folder.path, tensorboard=False, wandb_project=None, console=Console(False), run_id="", config={})
+    tracker = Tracker(folder.path, Tracking(tensorboard=False), "", {}, Console(False))
     tracker.write(1, "train", {"loss": 1.0})
     before = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
     with (small_disk / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):

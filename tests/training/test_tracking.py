@@ -15,6 +15,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from eagle3.console import Console
 from eagle3.errors import UserError
+from eagle3.recipe.schema import Tracking
 from eagle3.training.tracking import Tracker
 
 # (step, kind, values) as training writes them; and, by name, the numbers of each step
@@ -38,16 +39,11 @@ RUN = "0123456789abcdef" * 2
 CONFIG = {"training": {"epochs": 2}, "hidden_states": {"path": "https://ann:hunter2@host/states?token=hunter2"}}
 
 
-def tracker(folder, **where) -> Tracker:
-    plain = {"tensorboard": False, "wandb_project": None, "console": Console(False), "run_id": RUN, "config": CONFIG}
-    return Tracker(folder, **(plain | where))
-
-
-def write_all(folder, **where) -> None:
-    tracking = tracker(folder, **where)
+def write_all(folder, console=Console(False), config=CONFIG, **where) -> None:
+    tracker = Tracker(folder, Tracking(**{"tensorboard": False} | where), RUN, config, console)
     for step, kind, values in WRITTEN:
-        tracking.write(step, kind, values)
-    tracking.close()
+        tracker.write(step, kind, values)
+    tracker.close()
 
 
 def test_metrics_jsonl_has_every_record_and_null_for_what_is_no_number(tmp_path):
@@ -65,14 +61,12 @@ def test_tensorboard_reads_every_number_at_its_step(tmp_path):
     assert actual == {name: pytest.approx(values, rel=1e-6) for name, values in EXPECTED.items()}  # events are in fp32
 
 
-def test_a_disk_too_full_for_tensorboard_is_one_warning_and_the_run_goes_on(tmp_path, capsys):
-    tracking = tracker(tmp_path, tensorboard=True, console=Console(True))
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    events.unlink()
+def test_a_disk_too_full_for_tensorboard_is_one_warning_and_the_run_goes_on(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: 1.0)
+    events = tmp_path / "tensorboard" / f"events.out.tfevents.1.000000.{os.getpid()}"
+    events.parent.mkdir()
     events.symlink_to("/dev/full")
-    for step, kind, values in WRITTEN:
-        tracking.write(step, kind, values)
-    tracking.close()
+    write_all(tmp_path, tensorboard=True, console=Console(True))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"warning: {events}: cannot be written (No space left on device)") and "free space" in line
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == len(WRITTEN)
