@@ -522,7 +522,7 @@ def test_a_file_in_the_way_of_the_run_folder_is_named(recipe, topology, resume):
     file.write_text("not a folder", encoding="utf-8")
     for folder in (file, file / "below"):
         message = complaint(recipe, topology, f"output.dir={folder}", resume=resume)
-        assert message.startswith(f"{folder}: ") and "output.dir" in message
+        assert str(folder) in message and "output.dir" in message
 
 
 # A job of processes (one alone: see test_launchers.py) ----------------------------------------------------------------
