@@ -1,6 +1,5 @@
 """Kernels are compared with the definition before use; wrong, slow and broken ones are found and named."""
 
-import json
 import os
 from dataclasses import replace
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 from cuda_operators import ByDefinition
 from planted_kernels import ATTENTION_FAULTS, DEMAND, LOSS_FAULTS, OWN_FAULTS, POINTWISE_FAULTS, slow
+from processes import kept
 from tiny_run import run_script
 
 from eagle3.attention import block
@@ -189,16 +189,14 @@ def test_a_target_without_a_loss_gets_kernels_for_its_attention_alone(topology, 
     assert choice.table[LOSS] == [] and choice.kernels.loss is None and "loss" not in choice.line
 
 
-def test_what_is_wrong_on_one_rank_is_used_on_none():
+def test_what_is_wrong_on_one_rank_is_used_on_none(tmp_path):
     """Two processes, the second of which has a wrong kernel."""
-    output = run_script("tests/support/planted_kernels.py")
-    reports = [part.split("\n")[0] for part in output.split("REPORT ")[1:]]  # beside what gloo prints
-    assert len(reports) == 2
-    for report in reports:
-        said = json.loads(report)
-        assert said["names"] == {**dict.fromkeys((*KINDS, *OTHERS), "plain"), "banded": None, "windowed": None}
-        assert all("on rank 1 (wrong on 1 of 2)" in warning for warning in said["warnings"])
-        assert len(said["warnings"]) == len(KINDS)
+    run_script("tests/support/planted_kernels.py", tmp_path)
+    ranks = kept(tmp_path, "job")
+    assert len(ranks) == 2
+    for names, warnings in ranks:
+        assert names == {**dict.fromkeys((*KINDS, *OTHERS), "plain"), "banded": None, "windowed": None}
+        assert all("on rank 1 (wrong on 1 of 2)" in warning for warning in warnings) and len(warnings) == len(KINDS)
 
 
 def test_of_ranks_that_agree_the_slowest_one_counts():

@@ -7,12 +7,14 @@ killed or slow
 """
 
 import hashlib
+import itertools
 import json
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -73,29 +75,26 @@ def dies_at_place(rank: int, place: str) -> None:
         sys.setprofile(watch)
 
 
-def stops_at_batch(number: int) -> None:
-    """Sends SIGTERM to this process, as a batch system does, when it begins its `number`-th batch of short samples."""
-    batches = 0
+def at_batches(act: Callable[[int], None]) -> None:
+    """Calls `act` with the number of each batch of short samples that this process has begun."""
+    numbers = itertools.count(1)
 
     def watch(frame, event, _argument) -> None:
-        nonlocal batches
-        if event == "call" and frame.f_code.co_name == "begin" and frame.f_back.f_code.co_name == "capture":
-            batches += 1
-            if batches == number:
-                os.kill(os.getpid(), signal.SIGTERM)
+        if event == "return" and frame.f_code.co_name == "begin" and frame.f_back.f_code.co_name == "capture":
+            act(next(numbers))
 
     sys.setprofile(watch)
 
 
+def stops_at_batch(number: int) -> None:
+    """Sends SIGTERM to this process, as a batch system does, once it has begun its `number`-th batch."""
+    at_batches(lambda batch: os.kill(os.getpid(), signal.SIGTERM) if batch == number else None)
+
+
 def takes_longer(rank: int) -> None:
-    """Makes `rank` slower at each of its batches of short samples."""
-
-    def watch(frame, event, _argument) -> None:
-        if event == "return" and frame.f_code.co_name == "begin" and frame.f_back.f_code.co_name == "capture":
-            time.sleep(2.5)
-
+    """Makes `rank` slower at each of its batches."""
     if int(os.environ["RANK"]) == rank:
-        sys.setprofile(watch)
+        at_batches(lambda batch: time.sleep(2.5))
 
 
 def begin_capture(recipe: str, store: Path, *arguments: str, ranks: int = 1, manner: tuple = ()) -> list:

@@ -1,11 +1,12 @@
 """Faulty kernels for tests/kernels to find. As a program, runs a job of two processes, the second with a faulty
 kernel."""
 
-import json
+import sys
 import time
+from pathlib import Path
 
 import torch
-from processes import fork_ranks
+from processes import compute
 from triton.compiler.errors import CompilationError
 
 from eagle3.attention.block import CPU, PLAIN, PLAIN_OWN, Kernel
@@ -14,7 +15,7 @@ from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.kernels.choice import LOSS, OWN, POINTWISE, Candidates, agreement, pick
 from eagle3.kernels.proof import KernelDemand
 from eagle3.objective import softmaxes
-from eagle3.parallel.topology import gathered, start_distributed, stop_distributed
+from eagle3.parallel.topology import Topology, gathered
 
 DEMAND = KernelDemand(
     heads=6, kv_heads=2, head_dim=16, dtype=torch.float32, window=20, steps=3, hidden=24, columns=2050
@@ -140,18 +141,16 @@ def slow(kernel: Kernel) -> Kernel:
     return Kernel("slow", forward, kernel.backward)
 
 
-def job() -> None:
-    topology = start_distributed()
-    rank = torch.distributed.get_rank()
-    wrong = ATTENTION_FAULTS[0][0]._replace(name="cpu")
-    blocks = dict.fromkeys(("full", "causal", "masked"), [wrong if rank else CPU, PLAIN])
+def job(topology: Topology) -> tuple[dict, list[str]]:
+    """The names of the kernels that a rank chooses, and its warnings."""
+    first = CPU if topology.is_first else ATTENTION_FAULTS[0][0]._replace(name="cpu")
+    blocks = dict.fromkeys(("full", "causal", "masked"), [first, PLAIN])
     others = {"banded": [], "windowed": [], OWN: [PLAIN_OWN], POINTWISE: [PLAIN_POINTWISE], LOSS: [softmaxes.PLAIN]}
     candidates = Candidates({**blocks, **others})
     table = candidates.prove(DEMAND, topology.alone, topology.device, timed=False)
     choice = pick(candidates, agreement(gathered(table)))
-    print(f"\nREPORT {json.dumps({'names': choice.names, 'warnings': choice.warnings})}", flush=True)
-    stop_distributed()
+    return dict(choice.names), [*choice.warnings]
 
 
 if __name__ == "__main__":
-    fork_ranks(2, job)
+    compute(Path(sys.argv[1]), "job", 2, (), job)

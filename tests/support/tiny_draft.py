@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from drafts import export
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.derivation import derive_draft
-from eagle3.draft.interchange import export_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.evaluation.acceptance import Decoding, Greedy
 from eagle3.evaluation.drafter import ChainDrafter, untrained_draft
@@ -117,5 +117,4 @@ def export_as_it_is(folder: Path, draft: Eagle3Draft, d2t: Tensor) -> None:
     """In fp32, without the embedding."""
     t2d = torch.zeros(draft.draft_config.vocab_size, dtype=torch.bool)
     t2d[d2t + torch.arange(len(d2t))] = True
-    weights = dict(draft.named_parameters())
-    export_draft(folder, draft, weights, d2t=d2t, t2d=t2d, dtype=torch.float32, with_embedding=False)
+    export(folder, draft, t2d, with_embedding=False)
