@@ -101,14 +101,17 @@ class Defined:
         return self.correct / self.supervised.clamp(min=1)
 
 
-def random_case(loss_masks: Sequence[Sequence[int]], seed: int = 0, rows: str = "reference", **changes: Any) -> Case:
-    """A case with one document per loss mask, of the mask's length, and a draft whose weights are far from their
-    initial values. changes: to the small DraftConfig here. All numbers are fp32 values, so that they are the same in
-    fp32 and every wider dtype."""
+def small_config(**changes: Any) -> DraftConfig:
     sizes = {"hidden_size": 16, "target_hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 64}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
-    sizes |= {"vocab_size": 40, "draft_vocab_size": 24}
-    config = DraftConfig(**{**sizes, **changes})
+    return DraftConfig(**{**sizes, "vocab_size": 40, "draft_vocab_size": 24, **changes})
+
+
+def random_case(loss_masks: Sequence[Sequence[int]], seed: int = 0, rows: str = "reference", **changes: Any) -> Case:
+    """A case with one document per loss mask, of the mask's length, and a draft whose weights are far from their
+    initial values. changes: to `small_config`. All numbers are fp32 values, so that they are the same in
+    fp32 and every wider dtype."""
+    config = small_config(**changes)
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:

@@ -8,9 +8,9 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from definition import small_config
 from places import ZERO2
 
-from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.model import DraftObjective
@@ -21,23 +21,12 @@ from eagle3.training.engine import full_weights, start_engine, warmup_cosine
 from eagle3.training.run_folder import RunFolder
 
 RUN = "0123456789abcdef" * 2
-SHAPE = {
-    "hidden_size": 16,
-    "target_hidden_size": 16,
-    "intermediate_size": 24,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 30,
-    "draft_vocab_size": 12,
-    "max_position_embeddings": 64,
-}
 
 
 @pytest.fixture(scope="module")
 def engine(topology):
     torch.manual_seed(1)
-    draft = Eagle3Draft(DraftConfig(**SHAPE), topology.modules, torch.float32)
+    draft = Eagle3Draft(small_config(), topology.modules, torch.float32)
     training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=100)
     config = deepspeed_config(ZERO2, training, data_ranks=1)
     return start_engine(DraftObjective(draft, topology), topology, config, warmup_cosine(100, 0.1, 0.0))
@@ -304,7 +293,7 @@ def test_runs_of_a_few_steps_waste_none(steps, warmup):
 
 def test_the_engine_takes_the_schedules_rates(engine, topology, checkpoints):
     torch.manual_seed(1)
-    draft = Eagle3Draft(DraftConfig(**SHAPE), topology.modules, torch.float32)
+    draft = Eagle3Draft(small_config(), topology.modules, torch.float32)
     training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=10)
     config = deepspeed_config(ZERO2, training, data_ranks=1)
     fresh, share = start_engine(DraftObjective(draft, topology), topology, config, warmup_cosine(10, 0.3, 0.1)), []

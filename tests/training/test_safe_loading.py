@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from definition import small_config
 from places import ZERO2
-from test_checkpoint import RUN, SHAPE, advance, same, weights
+from test_checkpoint import RUN, advance, same, weights
 
-from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.objective.model import DraftObjective
@@ -41,7 +41,7 @@ class Payload:
 
 def build_engine(topology, universal):
     torch.manual_seed(1)
-    draft = Eagle3Draft(DraftConfig(**SHAPE), topology.modules, torch.float32)
+    draft = Eagle3Draft(small_config(), topology.modules, torch.float32)
     training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=100)
     config = deepspeed_config(ZERO2, training, data_ranks=1)
     config["checkpoint"] = {"load_universal": universal}

@@ -5,11 +5,11 @@ import math
 
 import pytest
 import torch
+from definition import small_config
 from places import ZERO2
-from test_checkpoint import SHAPE, advance, same, weights
+from test_checkpoint import advance, same, weights
 from tiny_run import make_target, metrics, write_recipe
 
-from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.jobs.train import train
@@ -25,7 +25,7 @@ LIMIT = 1e6
 
 def fresh_engine(topology, dtype):
     torch.manual_seed(1)
-    draft = Eagle3Draft(DraftConfig(**SHAPE), topology.modules, getattr(torch, dtype))
+    draft = Eagle3Draft(small_config(), topology.modules, getattr(torch, dtype))
     training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=10, dtype=dtype)
     config = deepspeed_config(ZERO2, training, data_ranks=1)
     return start_engine(DraftObjective(draft, topology), topology, config, warmup_cosine(10, 0.1, 0.0))
