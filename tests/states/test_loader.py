@@ -1,5 +1,6 @@
 """Streams loaded by several ranks, compared with whole documents prefilled one by one in this process."""
 
+import math
 from collections import Counter
 from dataclasses import fields
 from functools import partial
@@ -104,7 +105,8 @@ def test_stored_rows_are_the_live_ones_and_those_of_a_compressed_store_read_ahea
 
 def stream_groups(case, outcomes):
     """The outcomes of ranks that share streams, as one list per data-parallel rank. Such ranks are neighbours."""
-    return [outcomes[first : first + case.stream_ranks] for first in range(0, case.world, case.stream_ranks)]
+    ranks = math.prod(case.sizes)
+    return [outcomes[first : first + ranks] for first in range(0, case.world, ranks)]
 
 
 @by_case

@@ -4,14 +4,12 @@ tests/states/test_loader.py.
 python tests/support/loader_worker.py FOLDER    with `target` and the stores of `store_of` in it
 """
 
-import itertools
 import random
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,15 +18,12 @@ from torch import Tensor
 
 from eagle3.errors import SharedUserError
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream
-from eagle3.parallel.topology import require_agreement
+from eagle3.parallel.topology import Topology, require_agreement, start_distributed, stop_distributed
 from eagle3.states.loader import DrawnSample, LiveSource, StoredSource, StreamLoader
 from eagle3.states.rows import Rows
 from eagle3.states.store.reader import HiddenStateStore
 from eagle3.targets.transformers import TransformersTarget, load_target
 from eagle3.text.samples import SampleSet
-
-if TYPE_CHECKING:
-    from eagle3.parallel.topology import Topology
 
 STEPS = 3
 PROVENANCE = {"target": "tiny"}
@@ -56,8 +51,8 @@ class Case:
         return SequenceSharding(self.ulysses, self.ring, self.layout, query_block=8)
 
     @property
-    def stream_ranks(self) -> int:
-        return self.tensor * self.ulysses * self.ring
+    def sizes(self) -> tuple[int, int, int]:
+        return self.tensor, self.ulysses, self.ring
 
     def sequence_rank(self, rank: int) -> int:
         """Ranks are ordered tensor, sequence, data, fastest first."""
@@ -121,19 +116,10 @@ class CountingTarget(TransformersTarget):
         return super().prefill(documents)
 
 
-def main(folder: Path) -> int:
-    import eagle3.parallel.topology  # noqa: F401  before the fork, so that ranks need not repeat it
-
-    return fork_ranks(2, partial(run, folder, 2)) or fork_ranks(4, partial(run, folder, 4))
-
-
 def run(folder: Path, world: int) -> None:
-    # imported here, because DeepSpeed takes seconds and tests that only read the cases do not need it
-    from eagle3.parallel.topology import start_distributed, stop_distributed
-
     models = {dtype: load_target(folder / "target", dtype=dtype).model for dtype in ("float32", "bfloat16")}
 
-    def load(case: Case, topology: "Topology") -> dict:
+    def load(case: Case, topology: Topology) -> dict:
         """The same step four times: live with each document prefilled alone, live in batches, and from two stores."""
         order = random.Random(dist.get_rank()).sample(range(len(LENGTHS)), len(LENGTHS))
         alone, batched = (
@@ -158,11 +144,12 @@ def run(folder: Path, world: int) -> None:
         assert alone.prefilled == batched.prefilled
         return results | {"prefilled": alone.prefilled}
 
-    cases = sorted((case for case in CASES if case.world == world), key=_sizes)
-    for sizes, alike in itertools.groupby(cases, _sizes):  # form groups once per layout
+    cases = [case for case in CASES if case.world == world]
+    for sizes in dict.fromkeys(case.sizes for case in cases):  # form groups once per layout
         topology = start_distributed(*sizes)
-        for case in alike:
-            keep(load(case, topology), folder, case.name)
+        for case in cases:
+            if case.sizes == sizes:
+                keep(load(case, topology), folder, case.name)
     if world == 4:
         topology = start_distributed(tensor=2)
         keep(agree(topology), folder, "agreement")
@@ -174,11 +161,7 @@ def rows_alone(stream: Stream, plan: SequencePlan, rows: Rows) -> Rows:
     return rows
 
 
-def _sizes(case: Case) -> tuple[int, int, int]:
-    return case.tensor, case.ulysses, case.ring
-
-
-def agree(topology: "Topology") -> dict[str, str | None]:
+def agree(topology: Topology) -> dict[str, str | None]:
     """What require_agreement says; None if it says nothing."""
     rank = dist.get_rank()
     order = random.Random(rank).sample(range(len(LENGTHS)), len(LENGTHS))
@@ -207,4 +190,5 @@ def agree(topology: "Topology") -> dict[str, str | None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    for world in (2, 4):
+        fork_ranks(world, partial(run, Path(sys.argv[1]), world))
