@@ -47,8 +47,7 @@ class RingAttention:
         schedules: what these queries see of the keys of each ring rank.
         """
         exact = torch.promote_types(q.dtype, torch.float32)
-        kernels = self._kernels(q)
-        pieces, merging, whole = self._pieces(kernels, schedules, q)
+        kernels, pieces, merging, whole = self._plan(schedules, q)
         if not whole:
             out = torch.zeros(q.shape, dtype=exact if merging else q.dtype, device=q.device)
             lse = torch.full(q.shape[:2], float("-inf"), dtype=exact, device=q.device)
@@ -81,8 +80,7 @@ class RingAttention:
         output: merged over all blocks, as a kernel's `backward` wants it.
         """
         assert self.softcap is None, "no draft has a softcap"
-        kernels = self._kernels(q)
-        pieces, merging, whole = self._pieces(kernels, schedules, q)
+        kernels, pieces, merging, whole = self._plan(schedules, q)
         dq = None if whole else torch.zeros(q.shape, dtype=output.lse.dtype if merging else q.dtype, device=q.device)
         reached = 0
         for source, (key, value), share_gradient in _shares_with_gradients(key_value, gradient, self):
@@ -105,19 +103,18 @@ class RingAttention:
                 reached = max(reached, rows.stop)
         return dq
 
-    def _kernels(self, q: Tensor) -> BlockKernels:
-        return self.kernels or usual_kernels(q.device, q.dtype, q.shape[-1], self.softcap)
-
-    def _pieces(
-        self, kernels: BlockKernels, schedules: tuple[PrefixSchedule, ...], q: Tensor
-    ) -> tuple[list[list[Piece]], bool, bool]:
-        """Each ring rank's pieces, whether outputs of several pieces have to be merged, and whether a single piece has
-        all queries, so that what a kernel returns is the whole result."""
+    def _plan(
+        self, schedules: tuple[PrefixSchedule, ...], q: Tensor
+    ) -> tuple[BlockKernels, list[list[Piece]], bool, bool]:
+        """The kernels, each ring rank's pieces, whether outputs of several pieces have to be merged, and whether a
+        single piece has all queries, so that what a kernel returns is the whole result."""
+        kernels = self.kernels or usual_kernels(q.device, q.dtype, q.shape[-1], self.softcap)
         bands = [kernels.of("banded", schedule.window) is not None for schedule in schedules]
         pieces = [[*schedule.dense_pieces(band)] for schedule, band in zip(schedules, bands, strict=True)]
         sources = [source for source in self.sources if pieces[source]]
         merging = len(sources) > 1 or any(overlap(pieces[source]) for source in sources)
-        return pieces, merging, not merging and any(piece.queries == slice(0, len(q)) for piece in chain(*pieces))
+        whole = not merging and any(piece.queries == slice(0, len(q)) for piece in chain(*pieces))
+        return kernels, pieces, merging, whole
 
     @property
     def sources(self) -> list[int]:

@@ -2,6 +2,7 @@
 is refused."""
 
 import math
+from itertools import chain
 from typing import Any
 
 from eagle3.errors import UserError, refuse, shown
@@ -61,7 +62,7 @@ def _check(rope: dict[str, Any]) -> None:
             for name, value in numbers.items()
         ),
         (
-            not isinstance(kind, str) or kind not in ROPE_TYPES,
+            kind not in [*ROPE_TYPES],
             f"rope_type {shown(kind)} is not one that a draft can have ({', '.join(ROPE_TYPES)}); give it one, for "
             "example the target's without its scaling: "
             f"model.draft.rope_parameters='{{rope_type: default, rope_theta: {rope['rope_theta']}}}'",
@@ -87,13 +88,11 @@ def check_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
     kind = rope.get("rope_type", "default")
     if "type" in rope:
         raise ValueError("type is not a key here; write rope_type")
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+    if kind not in [*ROPE_TYPES]:
         raise ValueError(f"rope_type {shown(kind)} is not supported; use one of {', '.join(ROPE_TYPES)}")
-    needed, optional = ROPE_TYPES[kind]
-    own = ("rope_type", "rope_theta", *needed, *optional)
-    for name in rope:
-        if name not in own:
-            raise ValueError(f"{shown(name)} is not a key of rope_type {kind}, which takes {', '.join(own)}")
+    own = ("rope_type", "rope_theta", *chain(*ROPE_TYPES[kind]))
+    if unknown := [name for name in rope if name not in own]:
+        raise ValueError(f"{shown(unknown[0])} is not a key of rope_type {kind}, which takes {', '.join(own)}")
     return rope
 
 
