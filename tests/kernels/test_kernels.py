@@ -1,5 +1,6 @@
 """Kernels are compared with the definition before use; wrong, slow and broken ones are found and named."""
 
+import json
 import os
 from dataclasses import replace
 
