@@ -12,8 +12,8 @@ from eagle3.durable import require_access
 from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.hub import require_folder, require_no_draft
 from eagle3.parsing import parse_json
+from eagle3.recipe.loading import leaves
 from eagle3.recipe.schema import Model, Recipe
-from eagle3.recipe.section import paths_in
 from eagle3.states.store.files import LocalFiles, is_url, no_store
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.sglang.asking import ServerInfo, reported
@@ -29,8 +29,8 @@ WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
 
 
 def files_of(recipe: Recipe) -> dict[str, Path]:
-    """The files and folders that the recipe reads and names by a path, by key."""
-    return {key: path for key, path in paths_in(recipe) if key not in OUTPUTS}
+    """The files and folders that the recipe reads, by key: those of every key whose type is a path."""
+    return {key: path for key, path in leaves(recipe.model_dump()) if isinstance(path, Path) and key not in OUTPUTS}
 
 
 def inputs_of(recipe: Recipe) -> dict[str, str]:

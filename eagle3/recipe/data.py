@@ -40,10 +40,8 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _either_weight_or_samples(self) -> "Source":
-        if self.weight is None and self.samples is None:
-            raise ValueError(f"{self.path} needs weight or samples; to take all of it, write the path")
-        if self.weight is not None and self.samples is not None:
-            raise ValueError(f"{self.path} has both weight and samples; give one")
+        if (self.weight is None) == (self.samples is None):
+            raise ValueError(f"{self.path} needs either weight or samples; to take all of it, write the path")
         return self
 
 
@@ -128,7 +126,6 @@ class Data(Section):
     @field_validator("template_variables")
     @classmethod
     def _not_the_programs_own(cls, variables: dict[str, Any]) -> dict[str, Any]:
-        for name in variables:
-            if name in TEMPLATE_ARGUMENTS:
-                raise ValueError(f"{name} cannot be set here: the rows and this program fill it; leave it out")
+        if taken := sorted(variables.keys() & TEMPLATE_ARGUMENTS):
+            raise ValueError(f"{taken[0]} cannot be set here: the rows and this program fill it; leave it out")
         return variables

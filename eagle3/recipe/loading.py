@@ -138,8 +138,6 @@ def _explain(where: Path | str, error: dict, remedy: str) -> str:
             suggestion = _key_meant(key)
             hint = f"did you mean {suggestion}?" if suggestion else "train.py --print-recipe shows all keys"
             return f"{where}: {key}: unknown key{value_text}; {hint}"
-        case "missing" if isinstance(error["loc"][-1], int):
-            return f"{where}: {key.rpartition('.')[0]}{value_text}: too few values; see train.py --print-recipe"
         case "missing":
             return f"{where}: {key}: missing; add it, see recipes/quickstart.yaml"
     problem = {

@@ -1,13 +1,10 @@
 """The base class of a recipe's sections, and the types of their values."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-
-from eagle3.errors import shown
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidatorFunctionWrapHandler, field_validator
 
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
@@ -35,29 +32,10 @@ LocalPath = Annotated[Path, BeforeValidator(_home), BeforeValidator(no_url)]
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    @model_validator(mode="before")
+    @field_validator("*", mode="wrap")
     @classmethod
-    def _no_booleans_as_numbers(cls, values: Any) -> Any:
-        for name, value in values.items() if isinstance(values, dict) else ():
-            kind = cls.model_fields[name].annotation if name in cls.model_fields else bool
-            has_boolean = any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value]))
-            if has_boolean and not any(form is bool or isinstance(form, bool) for form in (kind, *get_args(kind))):
-                choices = f" ({', '.join(map(str, get_args(kind)))})" * (get_origin(kind) is Literal)
-                raise ValueError(
-                    f"{name} is {shown(value)}: a number or text was expected{choices}, not true or false (for YAML "
-                    "on, off, yes and no are these, unless quoted)"
-                )
-        return values
-
-
-def paths_in(value: Any, key: str = "") -> Iterator[tuple[str, Path]]:
-    """Every path in a recipe, a section or a value, with its key. This is the rule for what a recipe names: a key whose
-    type is a path needs no other mention."""
-    if isinstance(value, Path):
-        yield key, value
-    elif isinstance(value, Section):
-        for name in type(value).model_fields:
-            yield from paths_in(getattr(value, name), f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list | tuple | dict):
-        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from paths_in(each, f"{key}[{name}]")
+    def _no_boolean_becomes_a_number(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        taken, given = validate(value), value if isinstance(value, list) else [value]
+        if taken is not value and any(isinstance(each, bool) for each in given):
+            raise ValueError("a number was expected, not true or false (in YAML also yes, no, on and off)")
+        return taken

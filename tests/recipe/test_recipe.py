@@ -13,7 +13,7 @@ from eagle3.errors import UserError
 from eagle3.preflight.inputs import OUTPUTS, files_of
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
-from eagle3.recipe.section import LocalPath, Named, Section, paths_in
+from eagle3.recipe.section import Named, Section
 
 SMALLEST = {"model": {"target": "some/model"}, "data": {"train": ["chats.jsonl"]}, "output": {"dir": "runs/one"}}
 
@@ -293,17 +293,3 @@ def test_every_file_that_a_recipe_can_name_is_found_by_the_type_of_its_key(tmp_p
     read(tmp_path)
     recipe = load_recipe(tmp_path / "recipe.yaml", [f"{key}={tmp_path / key}" for key in paths])
     assert files_of(recipe) == {key: tmp_path / key for key in paths if key not in OUTPUTS}
-
-
-def test_paths_are_found_in_lists_and_sections_at_any_depth():
-    class Inner(Section):
-        several: list[LocalPath] = []
-
-    class Outer(Section):
-        inner: list[Inner] = []
-        by_name: dict[str, LocalPath | None] = {}
-        text: str = "/etc/passwd"
-
-    value = Outer(inner=[Inner(), Inner(several=["a", "b"])], by_name={"c": "c", "none": None})
-    found = {"inner[1].several[0]": Path("a"), "inner[1].several[1]": Path("b"), "by_name[c]": Path("c")}
-    assert dict(paths_in(value)) == found

@@ -130,8 +130,8 @@ def test_a_recipe_mixes_its_sources_and_says_what_an_epoch_has(tmp_path, target,
 @pytest.mark.parametrize(
     ("train", "message"),
     [
-        ([{"path": "a.jsonl"}], "a.jsonl needs weight or samples; to take all of it, write the path"),
-        ([{"path": "a.jsonl", "weight": 1, "samples": 2}], "a.jsonl has both weight and samples; give one"),
+        ([{"path": "a.jsonl"}], "a.jsonl needs either weight or samples; to take all of it, write the path"),
+        ([{"path": "a.jsonl", "weight": 1, "samples": 2}], "a.jsonl needs either weight or samples"),
         (["b.jsonl", {"path": "a.jsonl", "wieght": 2}], "data.train.1.wieght: .* did you mean data.train.1.weight?"),
         ([{"path": "a.jsonl", "weight": 0}], "greater than 0"),
         ([{"path": "preset:none", "weight": 1}], "preset:none: no such preset"),
