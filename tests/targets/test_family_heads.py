@@ -115,13 +115,6 @@ def test_of_one_file_only_the_two_matrices_are_read(recipe, checkpoint, tmp_path
         def __init__(self, *arguments) -> None:
             self.file = safe_open(*arguments)
 
-        def __enter__(self) -> "Noting":
-            self.file.__enter__()
-            return self
-
-        def __exit__(self, *raised) -> None:
-            self.file.__exit__(*raised)
-
         def __getattr__(self, name: str):
             return getattr(self.file, name)
 

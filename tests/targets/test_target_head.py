@@ -7,30 +7,11 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import torch
+import transformers
 import transformers.dynamic_module_utils
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import LlamaForCausalLM, PhiConfig, PhiForCausalLM
 
 from eagle3.errors import UserError
 from eagle3.targets.checkpoint import load_causal_lm
@@ -53,23 +34,24 @@ SHAPE = {
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 # What is special about each:
 FAMILIES = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "llama_tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
-    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, EXPERTS),
-    "gpt_oss": (GptOssForCausalLM, GptOssConfig, EXPERTS),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"final_logit_softcapping": 3.0}),  # tied; it scales embeddings in code
-    "granite": (GraniteForCausalLM, GraniteConfig, {"logits_scaling": 6.0}),
-    "cohere": (CohereForCausalLM, CohereConfig, {"logit_scale": 0.25}),  # tied
-    "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig, {}),  # its checkpoints call lm_head embed_out
+    "llama": ("Llama", {}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {}),
+    "qwen3_moe": ("Qwen3Moe", EXPERTS),
+    "gpt_oss": ("GptOss", EXPERTS),
+    "gemma2": ("Gemma2", {"final_logit_softcapping": 3.0}),  # tied; it scales embeddings in code
+    "granite": ("Granite", {"logits_scaling": 6.0}),
+    "cohere": ("Cohere", {"logit_scale": 0.25}),  # tied
+    "gpt_neox": ("GPTNeoX", {}),  # its checkpoints call lm_head embed_out
 }
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def save(family: str, folder: Path, dtype: torch.dtype = torch.float32, shards: str = "5GB") -> Path:
     torch.manual_seed(4)
-    model, config, changes = FAMILIES[family]
-    model(config(**SHAPE | changes)).to(dtype).save_pretrained(folder, max_shard_size=shards)
+    name, changes = FAMILIES[family]
+    config = getattr(transformers, f"{name}Config")(**SHAPE | changes)
+    getattr(transformers, f"{name}ForCausalLM")(config).to(dtype).save_pretrained(folder, max_shard_size=shards)
     return folder
 
 
@@ -91,6 +73,11 @@ def rewrite(folder: Path, change) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def configure(folder: Path, **changes) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_is_that_of_the_whole_model_bit_for_bit(family, dtype, tmp_path):
@@ -100,22 +87,6 @@ def test_it_is_that_of_the_whole_model_bit_for_bit(family, dtype, tmp_path):
     assert load_target_head(tmp_path).embedding.dtype == dtype
     changed = family in ("gemma2", "granite", "cohere")
     assert (load_target_head(tmp_path).transform != LogitTransform()) == changed
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_files_with_neither_matrix_are_not_read(family, tmp_path):
-    save(family, tmp_path, shards="10KB")
-    expected = of_whole_model(tmp_path)
-    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
-    matrices = ("embed_tokens.weight", "embed_in.weight", HEAD, "embed_out.weight")
-    needed = {file for tensor, file in index.items() if tensor.endswith(matrices)}
-    others = set(index.values()) - needed
-    assert len(others) > 2
-    for file in others:
-        (tmp_path / file).unlink()
-    assert_same(load_target_head(tmp_path), expected)
-    with pytest.raises(UserError, match="cannot be read"):
-        load_target(tmp_path)
 
 
 def test_of_the_hub_only_the_files_with_a_matrix_are_wanted_in_the_revision_asked_for(tmp_path, monkeypatch):
@@ -140,9 +111,7 @@ def test_of_the_hub_only_the_files_with_a_matrix_are_wanted_in_the_revision_aske
 
 def test_a_config_without_a_dtype_leaves_the_stored_one(tmp_path):
     save("qwen3", tmp_path, torch.bfloat16)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    configure(tmp_path, dtype=None)
     assert_same(load_target_head(tmp_path), of_whole_model(tmp_path))
 
 
@@ -259,13 +228,12 @@ def test_a_head_with_a_bias_is_refused_where_required_and_else_left_to_the_model
 
 def test_what_does_not_fit_the_config_or_is_cut_off_is_refused(tmp_path):
     save("llama", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 130}))
+    configure(tmp_path, vocab_size=130)
     with pytest.raises(
         UserError, match=r"embed_tokens.weight is \[128, 32\] in its checkpoint, but \[130, 32\] by its config"
     ):
         load_target_head(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    configure(tmp_path, vocab_size=128)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(UserError, match="embedding and lm_head cannot be read"):
@@ -275,9 +243,10 @@ def test_what_does_not_fit_the_config_or_is_cut_off_is_refused(tmp_path):
         load_target_head(tmp_path)
 
 
-def save_own_code(folder: Path) -> PreTrainedModel:
-    """A model whose own code doubles the head that it loads."""
-    save("llama", folder)
+def test_a_model_that_brings_its_own_code_is_loaded_by_it(tmp_path, monkeypatch):
+    """The code doubles the head that it loads."""
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = save("llama", tmp_path / "model")
     (folder / "modeling_doubled.py").write_text(
         "from transformers import LlamaForCausalLM\n\n\n"
         "class Doubled(LlamaForCausalLM):\n"
@@ -287,17 +256,10 @@ def save_own_code(folder: Path) -> PreTrainedModel:
         "        loaded[0].lm_head.weight.data.mul_(2)\n"
         "        return loaded\n"
     )
-    config = json.loads((folder / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling_doubled.Doubled"}
-    (folder / "config.json").write_text(json.dumps(config))
-    return LlamaForCausalLM.from_pretrained(folder)
-
-
-def test_a_model_that_brings_its_own_code_is_loaded_by_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    plain = save_own_code(tmp_path / "model")
+    configure(folder, auto_map={"AutoModelForCausalLM": "modeling_doubled.Doubled"})
+    plain = LlamaForCausalLM.from_pretrained(folder)
     for trust, factor in ((True, 2), (False, 1)):
-        target_head = load_target_head(tmp_path / "model", trust_remote_code=trust)
+        target_head = load_target_head(folder, trust_remote_code=trust)
         assert torch.equal(target_head.head, plain.lm_head.weight * factor)
 
 
@@ -320,9 +282,6 @@ def test_a_pickled_checkpoint_is_refused_in_one_line_and_not_opened(tmp_path, na
         with pytest.raises(UserError, match=f"its weights are pickled \\('{name}'\\).*convert them to safetensors"):
             load(tmp_path)
     assert not (tmp_path / "ran").exists()
-
-
-HEADER = b'{"model.embed_tokens.weight":{"dtype":"F32","shape":[4,4],"data_offsets":[0,64]}%s}'
 
 
 @pytest.mark.parametrize(
@@ -367,26 +326,22 @@ def test_links_of_a_folder_may_lead_anywhere_as_in_the_hubs_cache(tmp_path):
     load_causal_lm(str(tmp_path / "model"), None, False, "float32")
 
 
+TWO = b'{"model.embed_tokens.weight":{"dtype":"F32","shape":[4,4],"data_offsets":[0,64]}%s}'
+
+
 @pytest.mark.parametrize(
     "content",
     [
         b"",
-        b"\0" * 7,
         (2**63).to_bytes(8, "little") + b"{}",
-        (2**64 - 1).to_bytes(8, "little") + b"{}",
-        (2**40).to_bytes(8, "little") + b"{}",
-        b"\2" + b"\0" * 7 + b"[]",
         b"\x80\x1a\6" + b"\0" * 5 + b"[" * 400_000,
         *(
             len(header).to_bytes(8, "little") + header + b"\0" * 64
             for header in (
-                HEADER % b',"lm_head.weight":{"dtype":"F32","shape":[4,4],"data_offsets":[32,96]}',
-                HEADER % b',"lm_head.weight":{"dtype":"F32","shape":[4,4],"data_offsets":[64,0]}',
-                HEADER.replace(b"[4,4]", b"[4,9223372036854775807]") % b"",
-                HEADER.replace(b"F32", b"F33") % b"",
-                HEADER.replace(b"64", b"6" * 5000) % b"",
-                HEADER.replace(b'"F32"', b"null") % b"",
-                HEADER % b',"x":3',
+                TWO % b',"lm_head.weight":{"dtype":"F32","shape":[4,4],"data_offsets":[32,96]}',
+                TWO.replace(b"[4,4]", b"[4,9223372036854775807]") % b"",
+                TWO.replace(b"F32", b"F33") % b"",
+                TWO % b',"x":3',
             )
         ),
     ],
