@@ -112,11 +112,10 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file:
         begins_list = file.read(1000).removeprefix(BOM_UTF8).lstrip().startswith(b"[")  # whatever its name says
         file.seek(0)
-        yield from _list_rows(path, file.read()) if begins_list else _line_rows(path, file)
-
-
-def _list_rows(path: Path, text: bytes) -> Iterator[tuple[str, Any]]:
-    rows = _value(text)
+        if not begins_list:
+            yield from _line_rows(path, file)
+            return
+        rows = _value(file.read())
     if isinstance(rows, MalformedRow):
         raise UserError(f"{path}: {rows.detail}, so its rows cannot be separated; fix the file")
     yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))

@@ -106,13 +106,12 @@ def renderer(
     tokenizer: "PreTrainedTokenizerBase", template: str, conversation: Conversation, choices: Choices
 ) -> Render:
     """Make a function that renders messages with this template (Jinja source) and the conversation's tools, within
-    `Limits`.
+    limits (`_limited`).
 
     Raises UserError for a variable in `choices` that the template does not mention. Rendering raises UserError if the
     template is invalid or exceeds the limits, and Unusable if the template refuses the messages.
     """
     check_variables(template, choices.template_variables)
-    limits = Limits(conversation.origin, len(conversation.messages or ()), conversation.characters)
     # Templates ask for the date with strftime_now (gpt-oss, Llama, Mistral). transformers would give the machine's
     # date, and tomorrow's samples would differ from today's.
     variables = {"strftime_now": choices.today.strftime, **choices.template_variables}
@@ -127,7 +126,7 @@ def renderer(
                 tokenize=False,
                 **variables,
             )
-        except MemoryError:  # `limits` turns it into a UserError
+        except MemoryError:  # `_limited` turns it into a UserError
             raise
         except jinja2.TemplateSyntaxError as error:
             raise UserError(
@@ -136,7 +135,7 @@ def renderer(
         except Exception as error:  # a template is third-party code, which may raise anything
             raise Unusable(f"the chat template refuses it ({type(error).__name__}: {error!s:.200})") from error
 
-    return partial(limits.keep, render)
+    return _limited(render, conversation)
 
 
 def choose_template(
@@ -250,47 +249,42 @@ class _TimeUp(BaseException):
     """Raised when a template's time is up. A BaseException, because Jinja catches and ignores some Exceptions."""
 
 
-class Limits:
-    """Limits on the time that all renderings of one row may take together, and on the memory and length of each.
+def _limited(render: Render, row: Conversation) -> Render:
+    """`render` within limits on the time that all renderings of a row may take together, and on the memory and length
+    of each. Raises UserError if one is exceeded.
 
-    where: the row, for error messages
-    messages, characters: how many messages and characters the row has
-
-    Exceeding a limit ends the run, whatever data.unusable says: an endless template would use up the time limit of
-    every row, and if such rows were dropped, the samples would depend on the machine's speed. Limits work only in the
-    process's main thread.
+    That ends the run, whatever data.unusable says: an endless template would use up the time limit of every row, and if
+    such rows were dropped, the samples would depend on the machine's speed. Limits work only in the process's main
+    thread.
     """
+    assert threading.current_thread() is threading.main_thread(), "signals interrupt the main thread alone"
+    seconds = left = SECONDS + SECONDS_A_MESSAGE * len(row.messages or ())
+    memory = MEMORY + MEMORY_A_CHARACTER * row.characters
+    longest = CHARACTERS + CHARACTERS_A_CHARACTER * row.characters
 
-    def __init__(self, where: str, messages: int, characters: int) -> None:
-        assert threading.current_thread() is threading.main_thread(), "signals interrupt the main thread alone"
-        self.where = where
-        self.seconds = self.left = SECONDS + SECONDS_A_MESSAGE * messages
-        self.memory = MEMORY + MEMORY_A_CHARACTER * characters
-        self.characters = CHARACTERS + CHARACTERS_A_CHARACTER * characters
-
-    def keep(self, render: Callable[..., str], *arguments: Any, **keywords: Any) -> str:
-        """Call `render` with these arguments, and return its text. Raises UserError if that takes more time than
-        the row has left, or exceeds the limits on memory or length."""
-        start = time.process_time()
+    def limited(*arguments: Any, **keywords: Any) -> str:
+        nonlocal left
+        start, problem = time.process_time(), ""
         try:
-            if self.left <= 0:
+            if left <= 0:
                 raise _TimeUp
-            text = _bounded(partial(render, *arguments, **keywords), self.left, self.memory)
+            text = _bounded(partial(render, *arguments, **keywords), left, memory)
+            if len(text) > longest:
+                problem = f"prints {len(text):,} characters, more than {longest:,}"
         except _TimeUp:
-            raise self.exceeded(f"runs for more than {self.seconds:,.1f} s of processor time") from None
+            problem = f"runs for more than {seconds:,.1f} s of processor time"
         except MemoryError:
-            raise self.exceeded(f"takes more than {self.memory / 2**30:,.1f} GiB of memory") from None
+            problem = f"takes more than {memory / 2**30:,.1f} GiB of memory"
         finally:
-            self.left -= time.process_time() - start
-        if len(text) > self.characters:
-            raise self.exceeded(f"prints {len(text):,} characters, more than {self.characters:,}")
+            left -= time.process_time() - start
+        if problem:
+            raise UserError(
+                f"{row.origin}: the chat template {problem}, the limit for this row; fix the template "
+                "(data.chat_template, else the tokenizer's) or remove the row"
+            )
         return text
 
-    def exceeded(self, problem: str) -> UserError:
-        return UserError(
-            f"{self.where}: the chat template {problem}, the limit for this row; fix the template (data.chat_template, "
-            "else the tokenizer's) or remove the row"
-        )
+    return limited
 
 
 def _bounded(render: Callable[[], str], seconds: float, memory: int) -> str:

@@ -37,16 +37,13 @@ class LocalHub:
 def local_hub(root: Path) -> Iterator[LocalHub]:
     """Serves `root`/<owner>/<name>/<revision>/<files> while the block runs."""
     hub = LocalHub(root)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with ThreadingHTTPServer(("127.0.0.1", 0), _handler(hub)) as server:
+        hub.url = f"http://127.0.0.1:{server.server_port}"
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
 
 
 def _commit(dataset: str, revision: str) -> str:
@@ -60,17 +57,14 @@ def _handler(hub: LocalHub) -> type[BaseHTTPRequestHandler]:
         def log_message(self, *args: object) -> None:
             pass
 
-        def do_HEAD(self) -> None:
-            self._answer()
-
-        def do_GET(self) -> None:
-            self._answer()
-
         def do_POST(self) -> None:
             self.body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
-            self._answer()
+            self.do_GET()
 
-        def _answer(self) -> None:
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
             path = unquote(urlsplit(self.path).path)
             api = re.fullmatch(r"/api/datasets/([^/]+/[^/]+)(?:/(revision|tree|paths-info)/([^/]+)(?:/(.*))?)?", path)
             file = re.fullmatch(r"/(?:api/)?(?:datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path)
@@ -105,8 +99,8 @@ def _handler(hub: LocalHub) -> type[BaseHTTPRequestHandler]:
                 return self._send(200, json.dumps(listed).encode())
             description = {"id": dataset, "sha": _commit(dataset, revision), "tags": [], "private": False}
             description |= {"downloads": 0, "likes": 0, "gated": False}
-            siblings = [{"rfilename": name} for name in names]
-            return self._send(200, json.dumps(description | {"siblings": siblings}).encode())
+            description["siblings"] = [{"rfilename": name} for name in names]
+            return self._send(200, json.dumps(description).encode())
 
         def _file(self, dataset: str, revision: str | None, name: str) -> None:
             path = hub.root / dataset / str(revision) / name

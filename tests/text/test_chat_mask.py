@@ -441,21 +441,16 @@ NOT_FROM_TEXT = {
     ("llama2", None): "generation prompt holds no added token",
     ("open_turns", None): "ends turns with no added token",
     # The last turn has a different closer, so earlier turns, and channels before the answer, look unclosed.
-    ("channels", "two turns"): "without its",
-    ("channels", "system"): "without its",
-    ("channels", "tools"): "without its",
-    ("channels", "thoughts"): "without its",
-    ("channels", "white space"): "without its",
-    ("channels", "question last"): "without its",
+    **{
+        ("channels", talk): "without its"
+        for talk in ("two turns", "system", "tools", "thoughts", "white space", "question last")
+    },
     # The answer to a tool's result has no header there, so it is no turn.
     ("opened_thinking", "tools"): "",
     ("gemma", "system"): "refuses",
     ("gemma", "tools"): "refuses",
     ("llama2", "tools"): "refuses",
-    ("marked", "tools"): "leaves out a tool call",
-    ("open_turns", "tools"): "leaves out a tool call",
-    ("phi3", "tools"): "leaves out a tool call",
-    ("zephyr", "tools"): "leaves out a tool call",
+    **{(name, "tools"): "leaves out a tool call" for name in ("marked", "open_turns", "phi3", "zephyr")},
     # Its {% generation %} blocks take in the line's end.
     ("marked", None): "",
 }

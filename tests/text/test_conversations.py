@@ -1,15 +1,12 @@
 """Reading conversations: every form and source, and one clear line for every mistake."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from places import ROOT
 from prepare_cases import jsonl, turns
 
 from eagle3.errors import UserError
@@ -19,9 +16,16 @@ OPENAI = {"messages": turns("Hi", "Yes")}
 EXPECTED = tuple(turns("Hi", "Yes"))
 
 
-def only(path: Path, row: object) -> Conversation:
-    [conversation] = read_conversations([jsonl(path, row)])
-    return conversation
+@pytest.fixture
+def only(tmp_path) -> Callable[[object], Conversation]:
+    """The conversation of a row."""
+    return lambda row: read_conversations([jsonl(tmp_path / "a.jsonl", row)])[0]
+
+
+@pytest.fixture
+def as_read(only) -> Callable[[dict], dict]:
+    """A message of a row as it is read."""
+    return lambda message: only({"messages": [message]}).messages[0]
 
 
 def test_every_file_kind_gives_the_same_conversations_and_names_their_origin(tmp_path):
@@ -49,27 +53,27 @@ def test_a_list_is_read_as_one_whatever_its_file_is_called(tmp_path):
         assert [row.messages for row in rows] == [EXPECTED] * 2 and rows[1].origin == f"{path} row 2"
 
 
-def test_an_alpaca_row_is_a_question_and_its_answer(tmp_path):
+def test_an_alpaca_row_is_a_question_and_its_answer(only):
     row = {"instruction": "Hi", "input": "", "output": "Yes", "text": "### Instruction: Hi ### Response: Yes"}
-    assert only(tmp_path / "a.jsonl", row).messages == EXPECTED
+    assert only(row).messages == EXPECTED
     row = {"instruction": "Add", "input": "1 1", "output": "2", "system": "Be brief."}
-    contents = [message["content"] for message in only(tmp_path / "a.jsonl", row).messages]
+    contents = [message["content"] for message in only(row).messages]
     assert contents == ["Be brief.", "Add\n\n1 1", "2"]
     for change, reason in ({"output": 2}, "output is 2, not a string"), ({"history": [["a", "b"]]}, "history: earlier"):
         with pytest.raises(UserError, match=reason):
-            only(tmp_path / "a.jsonl", row | change)
+            only(row | change)
 
 
-def test_sharegpt_names_become_openai_roles(tmp_path):
+def test_sharegpt_names_become_openai_roles(only):
     names = ["human", "gpt", "observation", "gpt", "user", "assistant"]
     row = {"conversations": [{"from": name, "value": name.upper()} for name in names], "system": "Be kind."}
-    messages = only(tmp_path / "a.jsonl", row).messages
+    messages = only(row).messages
     roles = ["system", "user", "assistant", "tool", "assistant", "user", "assistant"]
     assert [message["role"] for message in messages] == roles
     assert [message["content"] for message in messages] == ["Be kind.", *(name.upper() for name in names)]
 
 
-def test_text_parts_are_joined_and_further_keys_kept(tmp_path):
+def test_text_parts_are_joined_and_further_keys_kept(only):
     call = {"type": "function", "function": {"name": "add", "arguments": '{"b": 1, "a": 2}'}}
     row = {
         "messages": [
@@ -78,7 +82,7 @@ def test_text_parts_are_joined_and_further_keys_kept(tmp_path):
         ],
         "tools": json.dumps([{"name": "add"}]),
     }
-    conversation = only(tmp_path / "a.jsonl", row)
+    conversation = only(row)
     parsed = {"type": "function", "function": {"name": "add", "arguments": {"b": 1, "a": 2}}}
     assert conversation.messages == (
         {"role": "user", "content": "ab"},
@@ -87,47 +91,36 @@ def test_text_parts_are_joined_and_further_keys_kept(tmp_path):
     assert conversation.tools == [{"type": "function", "function": {"name": "add"}}]
 
 
-def messages_of(path: Path, *messages: dict) -> list[dict]:
-    return list(only(path, {"messages": list(messages)}).messages)
-
-
-def test_thoughts_have_one_name_whatever_the_data_call_them(tmp_path):
-    expected = {"role": "assistant", "content": "Rome.", "reasoning_content": "Italy"}
+def test_thoughts_have_one_name_whatever_the_data_call_them(as_read):
+    answer = {"role": "assistant", "content": "Rome."}
     for names in (["reasoning_content"], ["reasoning"], ["thinking"], ["reasoning", "reasoning_content"]):
-        message = {"role": "assistant", "content": "Rome.", **dict.fromkeys(names, "Italy")}
-        assert messages_of(tmp_path / "a.jsonl", message) == [expected]
-    without = {"role": "assistant", "content": "Rome.", "reasoning": None, "reasoning_content": ""}
-    assert messages_of(tmp_path / "a.jsonl", without) == [{"role": "assistant", "content": "Rome."}]
-    assert messages_of(tmp_path / "a.jsonl", {"role": "assistant", "thinking": "Italy"}) == [
-        {**expected, "content": ""}
-    ]
+        assert as_read(answer | dict.fromkeys(names, "Italy")) == {**answer, "reasoning_content": "Italy"}
+    assert as_read(answer | {"reasoning": None, "reasoning_content": ""}) == answer
+    thought = {"role": "assistant", "content": "", "reasoning_content": "Italy"}
+    assert as_read({"role": "assistant", "thinking": "Italy"}) == thought
 
 
-def test_calls_and_schemas_have_openais_form_whatever_form_they_came_in(tmp_path):
+def test_calls_and_schemas_have_openais_form_whatever_form_they_came_in(only, as_read):
+    text, empty = '{"b": 1, "a": [2]}', {"role": "assistant", "content": ""}
     expected = {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"b": 1, "a": [2]}}}
-    text = '{"b": 1, "a": [2]}'
     for call in (
         {"type": "function", "id": "c1", "function": {"name": "add", "arguments": text}},
-        {"type": "function", "id": "c1", "function": {"name": "add", "arguments": {"b": 1, "a": [2]}}},
+        expected,
         {"id": "c1", "name": "add", "arguments": text},
     ):
         for calls in ([call], json.dumps([call])):
-            [message] = messages_of(tmp_path / "a.jsonl", {"role": "assistant", "tool_calls": calls})
-            assert message == {"role": "assistant", "content": "", "tool_calls": [expected]}
-    [message] = messages_of(
-        tmp_path / "a.jsonl", {"role": "assistant", "tool_calls": [{"name": "now", "arguments": ""}]}
-    )
-    assert message["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
-    [message] = messages_of(tmp_path / "a.jsonl", {"role": "assistant", "content": "Yes", "tool_calls": []})
-    assert message == {"role": "assistant", "content": "Yes"}
+            assert as_read({"role": "assistant", "tool_calls": calls}) == {**empty, "tool_calls": [expected]}
+    now = as_read({"role": "assistant", "tool_calls": [{"name": "now", "arguments": ""}]})
+    assert now["tool_calls"] == [{"type": "function", "function": {"name": "now", "arguments": {}}}]
+    assert as_read({**empty, "tool_calls": []}) == empty
     schema = {"name": "add", "parameters": {"type": "object"}}
     whole = {"type": "function", "function": schema}
     for tools in ([schema], [whole], [{"type": "function", **schema}], [json.dumps(whole)], json.dumps([schema])):
-        assert only(tmp_path / "a.jsonl", {**OPENAI, "tools": tools}).tools == [whole]
+        assert only({**OPENAI, "tools": tools}).tools == [whole]
     for other in ({"type": "web_search"}, {"type": "web_search_2", "name": "search"}):  # no function: as it is
-        assert only(tmp_path / "a.jsonl", {**OPENAI, "tools": [other, schema]}).tools == [other, whole]
+        assert only({**OPENAI, "tools": [other, schema]}).tools == [other, whole]
     for tools in ([], "", None):
-        assert only(tmp_path / "a.jsonl", {**OPENAI, "tools": tools}).tools is None
+        assert only({**OPENAI, "tools": tools}).tools is None
 
 
 def test_conversations_can_be_read_one_by_one(tmp_path):
@@ -195,9 +188,9 @@ def test_the_standard_library_is_a_source():
         ({"messages": [{"role": "assistant", "tool_calls": {"a": 1}}]}, "tool_calls is {'a': 1}, not a list"),
     ],
 )
-def test_a_row_of_another_form_is_named_with_its_value(tmp_path, row, message):
+def test_a_row_of_another_form_is_named_with_its_value(only, row, message):
     with pytest.raises(UserError, match=message):
-        only(tmp_path / "a.jsonl", row)
+        only(row)
 
 
 def test_a_source_that_is_not_there_or_holds_no_files_is_named_with_the_remedy(tmp_path):
@@ -206,11 +199,3 @@ def test_a_source_that_is_not_there_or_holds_no_files_is_named_with_the_remedy(t
             read_conversations([missing])
     with pytest.raises(UserError, match="holds no .json, .jsonl, .parquet file; convert"):
         read_conversations([str(tmp_path)])
-
-
-def test_a_dataset_id_that_cannot_be_loaded_is_one_line():
-    code = "from eagle3.text.conversations import read_conversations as r; r(['nobody/nothing-of-this-name'])"
-    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=offline, check=False)
-    last = process.stderr.strip().splitlines()[-1]
-    assert last.startswith("eagle3.errors.UserError: nobody/nothing-of-this-name: no file or folder here")
