@@ -220,8 +220,9 @@ def point(model: LlamaForCausalLM, coming: Iterator[Any], steps: int) -> None:
         torch.optim.AdamW(others, lr=RATES["adam_learning_rate"], betas=(0.9, 0.95), weight_decay=0.0),
     ]
     for step, batch in enumerate(islice(coming, steps), start=1):
-        seen = model(input_ids=batch.ids, labels=batch.labels, use_cache=False, output_attentions=True)
-        (seen.loss + 0.1 * pointed(batch.ids, seen.attentions)).backward()
+        ids = batch.clamp(min=0)
+        seen = model(input_ids=ids, labels=batch, use_cache=False, output_attentions=True)
+        (seen.loss + 0.1 * pointed(ids, seen.attentions)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             optimizer.step()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -23,16 +23,6 @@ IGNORED = -100  # a label that transformers' loss ignores
 WARMUP_FRACTION = 0.05
 SAVE_SECONDS = 20.0  # between two saved states
 DIGEST_BYTES = 32  # of SHA-256
-
-
-class Batch(NamedTuple):
-    """Documents padded on the right.
-
-    No attention mask is needed: with causal attention, no token sees the padding after it.
-    """
-
-    ids: torch.Tensor  # int64 [documents, longest]
-    labels: torch.Tensor  # the same, but IGNORED for padding
 
 
 def train_language_model(
@@ -65,7 +55,8 @@ def train_language_model(
         report(f"demo target: goes on after step {len(losses):,}, where it was stopped")
     before, saved_at, progress = len(losses), time.monotonic(), Progress(report, "demo target", steps, "steps")
     for step, batch in enumerate(islice(batch_stream, before, steps), before + 1):
-        loss = model(input_ids=batch.ids.to(model.device), labels=batch.labels.to(model.device), use_cache=False).loss
+        labels = batch.to(model.device)
+        loss = model(input_ids=labels.clamp(min=0), labels=labels, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer, top_rate in zip(optimizers, (demo.learning_rate, demo.adam_learning_rate), strict=True):
@@ -104,9 +95,9 @@ def rate(step: int, steps: int) -> float:
     return min((step + 1) / warmup, (steps - step) / max(1, steps - warmup))
 
 
-def batches(documents: Sequence[torch.Tensor], batch_tokens: int, seed: int) -> Iterator[Batch]:
+def batches(documents: Sequence[torch.Tensor], batch_tokens: int, seed: int) -> Iterator[torch.Tensor]:
     """Yield batches endlessly. Each epoch has every document once, in a new order, batched with others of similar
-    length."""
+    length. See `padded` for what a batch is."""
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(documents), generator=generator).tolist()
@@ -115,15 +106,19 @@ def batches(documents: Sequence[torch.Tensor], batch_tokens: int, seed: int) -> 
             yield from (window[index] for index in torch.randperm(len(window), generator=generator).tolist())
 
 
-def padded(documents: Sequence[torch.Tensor], batch_tokens: int) -> Iterator[Batch]:
-    """Yield all `documents`, from short to long, in batches of at most `batch_tokens` tokens, padding included."""
+def padded(documents: Sequence[torch.Tensor], batch_tokens: int) -> Iterator[torch.Tensor]:
+    """Yield all `documents`, from short to long, in batches of at most `batch_tokens` tokens, padding included.
+
+    A batch is int64 [documents, longest] with IGNORED on the right, as labels are; its ids have 0 there. No attention
+    mask is needed: with causal attention, no token sees the padding after it.
+    """
     remaining = sorted(documents, key=len)
     while remaining:
         count = 1
         while count < len(remaining) and (count + 1) * len(remaining[count]) <= batch_tokens:
             count += 1
         rows, remaining = remaining[:count], remaining[count:]
-        yield Batch(*(pad_sequence(rows, batch_first=True, padding_value=value) for value in (0, IGNORED)))
+        yield pad_sequence(rows, batch_first=True, padding_value=IGNORED)
 
 
 @torch.no_grad()
@@ -134,12 +129,12 @@ def measure_language_model(
     loss, correct, count = 0.0, 0, 0
     progress = Progress(report, "demo target, held out", len(documents), "documents")
     for batch in padded(documents, batch_tokens):
-        labels = batch.labels[:, 1:].to(model.device)
-        logits = model(input_ids=batch.ids.to(model.device), use_cache=False).logits[:, :-1]
+        ids = batch.clamp(min=0).to(model.device)
+        labels, logits = batch[:, 1:].to(model.device), model(input_ids=ids, use_cache=False).logits[:, :-1]
         loss += cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum").item()
         correct += int((logits.argmax(-1) == labels).sum())
         count += int((labels != IGNORED).sum())
-        progress.advance(len(batch.ids))
+        progress.advance(len(batch))
     return loss / count, correct / count
 
 

@@ -208,7 +208,7 @@ def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
     with waiting(say, "reading the standard library"):
         text = standard_library_text(demo.text)
     with every_core():
-        target = demo_target(
+        return demo_target(
             text.train,
             text.held_out,
             demo,
@@ -217,9 +217,6 @@ def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
             report=say,
             make=make,
         )
-    origin = "found in the cache" if target.cached else f"made in {target.seconds:.0f} s"
-    say(f"demo target: loss {target.loss:.3f}, held-out loss {target.held_out_loss:.3f} nats a token ({origin})")
-    return target.folder
 
 
 def start_target(

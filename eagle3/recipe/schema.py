@@ -41,6 +41,22 @@ class Demo(Section):
     answers: Count = Field(3000, description="number of questions that it answers, for the draft to learn from")
     answer_tokens: Count = Field(112, description="most tokens in such an answer")
 
+    @model_validator(mode="after")
+    def _numbers_fit_together(self) -> "Demo":
+        if self.hidden_size % (2 * self.heads) or self.heads % self.key_value_heads:
+            raise ValueError(
+                f"hidden_size {self.hidden_size}, heads {self.heads}, key_value_heads {self.key_value_heads} do not "
+                "fit; make hidden_size an even multiple of heads, and heads a multiple of key_value_heads"
+            )
+        if self.batch_tokens < self.context:
+            raise ValueError(f"batch_tokens {self.batch_tokens} is less than one text of context {self.context}")
+        if self.short_steps and (self.short_context is None or self.short_steps >= self.steps):
+            raise ValueError(
+                f"short_steps {self.short_steps}, short_context {self.short_context}, steps {self.steps} do not fit; "
+                "give short_context, and more steps than short_steps"
+            )
+        return self
+
 
 class Draft(Section):
     """The draft's shape. Keys that are not set are derived from the target's config."""
