@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from definition import small_config
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -30,10 +31,7 @@ every_rope = pytest.mark.parametrize("rope", ROPES.values(), ids=ROPES)
 
 
 def _config(rope, **changes):
-    sizes = {"hidden_size": 64, "target_hidden_size": 64, "intermediate_size": 32}
-    sizes |= {"vocab_size": 8, "draft_vocab_size": 8}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    return DraftConfig(**(sizes | heads | {"max_position_embeddings": CONTEXT, "rope_parameters": rope} | changes))
+    return small_config(**{"head_dim": 32, "max_position_embeddings": CONTEXT, "rope_parameters": rope, **changes})
 
 
 def _positions():

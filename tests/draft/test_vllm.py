@@ -10,7 +10,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-from transformers import AutoConfig, DeepseekV2Config, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
+from tiny_draft import tiny_llama
+from transformers import AutoConfig, DeepseekV2Config, LlamaForCausalLM, PreTrainedConfig
 from vllm_source import VLLMSource, installed
 
 from eagle3.draft.derivation import derive_draft
@@ -38,12 +39,7 @@ def vllm(request) -> VLLMSource:
 
 @pytest.fixture(scope="module")
 def target() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(
-        **sizes, vocab_size=50, num_hidden_layers=LAYERS, max_position_embeddings=64, initializer_range=0.2
-    )
-    return LlamaForCausalLM(config).double()
+    return tiny_llama(vocab_size=50, num_hidden_layers=LAYERS, max_position_embeddings=64).double()
 
 
 def exported_config(folder: Path, target: LlamaForCausalLM, aux_layers: tuple[int, ...]) -> dict:

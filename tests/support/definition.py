@@ -316,9 +316,7 @@ def _rotation(config: DraftConfig, positions: Tensor, dtype: torch.dtype) -> tup
     scaling = 1.0
     if rope["rope_type"] != "default":
         llama = LlamaConfig(
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_position_embeddings,
-            rope_parameters=dict(rope),
+            head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings, rope_parameters=dict(rope)
         )
         reference = LlamaRotaryEmbedding(llama)
         frequencies, scaling = reference.inv_freq.double(), reference.attention_scaling

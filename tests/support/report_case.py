@@ -194,12 +194,7 @@ def pay_off() -> list[dict[str, Any]]:
     """A by_context.json's, for one and two draft tokens, which gain 2 / 1.25 and 2.5 / 1.25 at first. Later the second
     gains less, and a batch of 4 loses by both."""
     lengths = {1: 2.0, 2: 2.5}
-    break_even = {
-        (512, 1): (1.25, 1.25),
-        (512, 4): (2.0, 2.5),
-        (8192, 1): (1.6, 2.5),
-        (8192, 4): (4.0, 10.0),
-    }
+    break_even = {(512, 1): (1.25, 1.25), (512, 4): (2.0, 2.5), (8192, 1): (1.6, 2.5), (8192, 4): (4.0, 10.0)}
     cells = [
         {
             "context": context,

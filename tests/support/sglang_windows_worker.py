@@ -31,25 +31,11 @@ def triton_extend(prefix: int, queries: int, window: int) -> list[list[int]]:
     visible = min(prefix, window)
     output = torch.zeros(queries, 1, WIDTH)
     extend_attention_fwd(
-        torch.zeros(queries, 1, WIDTH),
-        keys[prefix:].contiguous(),
-        values[prefix:].contiguous(),
-        output,
-        keys,
-        values,
-        torch.tensor([0, queries], dtype=torch.int32),
-        torch.tensor([0, visible], dtype=torch.int32),
-        torch.arange(prefix - visible, prefix),
-        None,
-        True,
-        None,
-        queries,
-        1.0,
-        1.0,
-        sm_scale=1.0,
-        sliding_window_size=window,
-        window_kv_offsets=torch.tensor([prefix - visible], dtype=torch.int32),
-    )
+        torch.zeros(queries, 1, WIDTH), keys[prefix:].contiguous(), values[prefix:].contiguous(), output, keys, values,
+        torch.tensor([0, queries], dtype=torch.int32), torch.tensor([0, visible], dtype=torch.int32),
+        torch.arange(prefix - visible, prefix), None, True, None, queries, 1.0, 1.0, sm_scale=1.0,
+        sliding_window_size=window, window_kv_offsets=torch.tensor([prefix - visible], dtype=torch.int32),
+    )  # fmt: skip
     return seen(output)
 
 

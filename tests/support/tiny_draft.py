@@ -78,13 +78,7 @@ def decode_speculatively(
 
 
 def export_trained(
-    folder: Path,
-    target: TransformersTarget,
-    prompts: list[Tensor],
-    topology: Topology,
-    *,
-    updates: int = 40,
-    **shape,
+    folder: Path, target: TransformersTarget, prompts: list[Tensor], topology: Topology, *, updates: int = 40, **shape
 ) -> None:
     """Teach a draft the target's answers to `prompts` until it is right often, but not always, and export it. shape:
     fields of its config that differ from what follows from the target."""
