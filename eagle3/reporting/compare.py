@@ -1,9 +1,9 @@
 """Compare several runs: charts of their training curves and acceptance by context, and tables of their key numbers."""
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +27,6 @@ CONDITIONS = (
     "seed",
     "draft_tokens",
     "tree",
-    "new_tokens",
-    "prompts",
 )
 # Recipe keys that decide what a loss or an acceptance measures, and on which texts.
 DECISIVE = (
@@ -48,15 +46,8 @@ DECISIVE = (
 )
 
 
-class Compared(NamedTuple):
-    """A run, with its name in charts and tables."""
-
-    name: str
-    run: RunRecord
-
-
-def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[Compared]:
-    """Read the runs to compare. names: a name for each run; default: the folders' names.
+def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> dict[str, RunRecord]:
+    """Read the runs to compare, by their names in charts and tables. names: one for each run; default: the folders'.
 
     Raises UserError if a folder holds no run, or unless each run has a different name.
     """
@@ -70,50 +61,48 @@ def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> list[
             f"--names {','.join(names)}: {len(folders)} runs need {len(folders)} different names; write --names "
             f"{example}, with your own names"
         )
-    return [Compared(name, read_run(folder)) for name, folder in zip(names, folders, strict=True)]
+    return {name: read_run(folder) for name, folder in zip(names, folders, strict=True)}
 
 
-def runs_table(compared: Sequence[Compared]) -> Table:
+def runs_table(compared: Mapping[str, RunRecord]) -> Table:
     """The table of key numbers, with one column per run and a note on further differences."""
-    rows = [summary_rows(each.run) for each in compared]
-    names = list(dict.fromkeys(name for of_run in rows for name in of_run))
-    judged = [each for each in compared if each.run.evaluation]
-    conditions = {name: [_condition(each.run.evaluation, name) for each in judged] for name in CONDITIONS}
-    differences = differing(compared, {key: [each.run.key(key) for each in compared] for key in DECISIVE})
-    differences += differing(judged, {f"judged with {name}": values for name, values in conditions.items()})
+    rows = [summary_rows(run) for run in compared.values()]
+    numbers = list(dict.fromkeys(number for of_run in rows for number in of_run))
+    judged = {name: run.evaluation for name, run in compared.items() if run.evaluation}
+    differences = differing(compared, {key: [run.key(key) for run in compared.values()] for key in DECISIVE})
+    differences += [f"judged with {line}" for line in differing(judged, _conditions(judged))]
     return Table(
         "Runs",
-        ["run", *(each.name for each in compared)],
-        [[name, *(of_run.get(name, "–") for of_run in rows)] for name in names],
+        ["run", *compared],
+        [[number, *(of_run.get(number, "–") for of_run in rows)] for number in numbers],
         f"Not the same for all, so compare with care: {'; '.join(differences)}." if differences else "",
     )
 
 
-def differing(compared: Sequence[Compared], values: dict[str, Sequence[Any]]) -> list[str]:
+def differing(names: Iterable[str], values: Mapping[str, Sequence[Any]]) -> list[str]:
     """Describe each key whose values differ: which run has which value."""
     return [
-        f"{key} DIFFERS: " + ", ".join(f"{value} ({each.name})" for value, each in zip(of_runs, compared, strict=True))
+        f"{key} DIFFERS: " + ", ".join(f"{value} ({name})" for value, name in zip(of_runs, names, strict=True))
         for key, of_runs in values.items()
         if any(value != of_runs[0] for value in of_runs)
     ]
 
 
-def contexts_table(compared: Sequence[Compared]) -> Table:
-    """The table of acceptance, for runs that measured it: one row per context, one column per run.
+def contexts_table(judged: Mapping[str, ContextJudgement]) -> Table:
+    """The table of acceptance: one row per context, one column per run.
 
     Cells include 95% confidence intervals and the number of verifications. The note says how the runs were measured,
     and warns if that differs.
     """
-    rows = {each.name: {row.context: row for row in each.run.by_context.contexts} for each in compared}
-    contexts = sorted({context for of_run in rows.values() for context in of_run})
-    values = {name: [_condition(each.run.by_context, name) for each in compared] for name in CONDITIONS}
+    rows = [{row.context: row for row in each.contexts} for each in judged.values()]
+    values = _conditions(judged)
     same = [f"{name} {group[0]}" for name, group in values.items() if {*group} != {None} and len({*group}) == 1]
     return Table(
         "Acceptance length by context",
-        ["context", *(each.name for each in compared)],
-        [[tokens_label(each), *(_cell(of_run.get(each)) for of_run in rows.values())] for each in contexts],
+        ["context", *judged],
+        [[tokens_label(each), *(_cell(of_run.get(each)) for of_run in rows)] for each in sorted({*chain(*rows)})],
         "Acceptance length, in tokens per verification, with its 95% interval and the number of verifications. "
-        f"{'; '.join([*differing(compared, values), *same])}.",
+        f"{'; '.join([*differing(judged, values), *same])}.",
     )
 
 
@@ -124,25 +113,30 @@ def _cell(row: ContextAcceptance | None) -> str:
     return Markdown(f"{row.acceptance_length:.2f}{interval} ({row.verifications:,})")  # its brackets are no link
 
 
-def _condition(judged: Judgement | ContextJudgement, name: str) -> Any:
-    if name != "prompts":
-        return getattr(judged, name)
+def _conditions(judged: Mapping[str, Judgement | ContextJudgement]) -> dict[str, list[Any]]:
+    """By which the drafts were judged, each with its values for the runs."""
+    conditions = {name: [getattr(each, name) for each in judged.values()] for name in CONDITIONS}
+    return conditions | {"prompts": [_prompts(each) for each in judged.values()]}
+
+
+def _prompts(judged: Judgement | ContextJudgement) -> str:
     if isinstance(judged, Judgement):
-        return judged.conversations
+        return f"{judged.conversations}"
     counts = sorted({row.conversations for row in judged.contexts})
-    return f"{counts[0]} a context" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} a context"
+    number = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"{number} a context, with answers of {judged.new_tokens} tokens"
 
 
-def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
+def compared_plots(compared: Mapping[str, RunRecord]) -> list[Plot]:
     """Charts of loss and held-out acceptance by step and by supervised tokens, and of acceptance by context, if runs
     have them."""
-    coloured = [*zip(compared, itertools.cycle(COLOURS), strict=False)]
-    abouts = {about_loss(each.run) for each in compared}
+    coloured = [(name, run, colour) for (name, run), colour in zip(compared.items(), cycle(COLOURS), strict=False)]
+    abouts = {about_loss(run) for run in compared.values()}
     about = (
         abouts.pop() if len(abouts) == 1 else "What training minimises, which is NOT the same for all: see the table."
     )
     courses = (
-        ("loss", "loss", "Loss", loss_label(compared[0].run), about),
+        ("loss", "loss", "Loss", loss_label(coloured[0][1]), about),
         (
             "held-out-acceptance",
             "acceptance_length",
@@ -152,7 +146,7 @@ def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
         ),
     )
     plots = [_course(coloured, over, *course) for course in courses for over in ("step", "tokens")]
-    measured = [(name, run.by_context, colour) for (name, run), colour in coloured if run.by_context]
+    measured = [(name, run.by_context, colour) for name, run, colour in coloured if run.by_context]
     if curves := [(name, measured_curve(judged), colour) for name, judged, colour in measured]:
         summary = "; ".join(f"{name} {curve_text(curve)}" for name, curve, _ in curves)
         plots.append(contexts_plot(CONTEXTS, [curve_series(*each) for each in curves], summary))
@@ -160,7 +154,7 @@ def compared_plots(compared: Sequence[Compared]) -> list[Plot]:
 
 
 def _course(
-    coloured: Sequence[tuple[Compared, str]], over: str, name: str, key: str, title: str, unit: str, about: str
+    coloured: Sequence[tuple[str, RunRecord, str]], over: str, name: str, key: str, title: str, unit: str, about: str
 ) -> Plot | None:
     """A chart with pale lines for training and dots for held-out text, by steps or supervised tokens; None if there is
     no data.
@@ -169,7 +163,7 @@ def _course(
     unit: unit of the value axis
     """
     training, held_out, ends = [], [], []
-    for (label, run), colour in coloured:
+    for label, run, colour in coloured:
         steps, values = thinned(column(run.train, "step"), column(run.train, key))
         at, results = column(run.held_out, "step"), column(run.held_out, key)
         if over == "tokens":
@@ -199,18 +193,18 @@ def _course(
     )
 
 
-def write_comparison(compared: Sequence[Compared], out: Path) -> str:
+def write_comparison(compared: Mapping[str, RunRecord], out: Path) -> str:
     """Write charts, tables, and a page with both into folder `out`. Returns the tables as Markdown."""
-    plots, measured = compared_plots(compared), [each for each in compared if each.run.by_context]
+    plots = compared_plots(compared)
+    measured = {name: run.by_context for name, run in compared.items() if run.by_context}
     tables = [runs_table(compared), *([contexts_table(measured)] if measured else [])]
     texts = [table.markdown() for table in tables]
     files = dict(zip((RUNS, f"{CONTEXTS}.md"), texts, strict=False))
-    if unmeasured := [each.name for each in compared if not each.run.by_context]:
-        names = ", ".join(map(escaped, unmeasured))
-        texts.append(f"No acceptance by context for {names}: launchers/evaluate.py --by-context measures it.\n")
-    texts += [f"{escaped(f'{each.name}: {line}')}.\n" for each in compared for line in each.run.foreign]
+    if unmeasured := ", ".join(escaped(name) for name in compared if name not in measured):
+        texts.append(f"No acceptance by context for {unmeasured}: launchers/evaluate.py --by-context measures it.\n")
+    texts += [f"{escaped(f'{name}: {line}')}.\n" for name, run in compared.items() for line in run.foreign]
     markdown = "\n".join(texts)
-    title, charts = ", ".join(each.name for each in compared), [(plot, image(plot, "svg")) for plot in plots]
+    title, charts = ", ".join(compared), [(plot, image(plot, "svg")) for plot in plots]
     page = template("comparison.html", autoescape=True)
     files[PAGE] = page.render(title=title, charts=charts, tables=tables, markdown=markdown)
     with writing(out, "free space, or name another folder with --out"):
