@@ -25,20 +25,26 @@ def as_json(result: Any) -> dict[str, Any]:
     return TypeAdapter(type(result)).dump_python(result, mode="json")
 
 
-@dataclass(frozen=True)
-class CountedConversation:
-    """What is counted of a conversation that an engine decoded speculatively and plainly."""
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What is counted of conversations that an engine decoded speculatively and plainly."""
 
-    new_tokens: int  # tokens in the output
+    new_tokens: int  # tokens in the outputs
     verifications: int
-    yielded: int  # tokens that the verifications added, before the output was cut to length
+    yielded: int  # tokens that the verifications added, before the outputs were cut to length
     accepted: list[int]  # accepted[i]: verifications that accepted all of the drafts 0..i, for each draft position
-    verdict: Verdict | None  # how the two outputs compare (see `compare`); None if both are sampled
     plain_tokens: int  # new tokens of plain decoding
     # Seconds of decoding, prefill included:
-    seconds_speculative: float
-    seconds_plain: float
-    timing: Timing | None = None  # None if the engine does not say, or nothing was verified
+    seconds_speculative: float = field(compare=False)
+    seconds_plain: float = field(compare=False)
+    timing: Timing | None = field(default=None, compare=False)  # None if nothing was timed
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedConversation(Counts):
+    """One conversation."""
+
+    verdict: Verdict | None  # how the two outputs compare (see `compare`); None if both are sampled
 
 
 @dataclass(frozen=True)
@@ -54,30 +60,21 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculativeResult:
-    """Counts over conversations."""
+class SpeculativeResult(Counts):
+    """Sums over conversations."""
 
     conversations: int
-    new_tokens: int  # tokens in the outputs
-    verifications: int
-    yielded: int  # tokens that the verifications added, before the outputs were cut to length
-    accepted: list[int]  # accepted[i]: verifications that accepted all of the drafts 0..i
     # Conversations by how their output compares with plain decoding (see `compare`):
     identical: int
     ties: int
     mismatches: int
-    # Seconds of decoding, prefill included:
-    seconds_speculative: float = field(compare=False)
-    seconds_plain: float = field(compare=False)
     compared: bool  # False if sampled: two samples of a distribution cannot be compared token by token
-    plain_tokens: int  # new tokens of plain decoding
     # Each conversation's share of `yielded`, and of `verifications`, to compare drafts prompt by prompt.
     of_each: list[tuple[int, int]]
     # 95% confidence interval of the acceptance length, (low, high). Intervals are None if only one conversation was
     # verified, because a single one does not show how much they differ.
     interval: tuple[float, float] | None = None
     position_intervals: list[tuple[float, float]] | None = None  # for each position's share
-    timing: Timing | None = field(default=None, compare=False)  # None if nothing was timed
 
     @classmethod
     def over(cls, decoded: Sequence[CountedConversation], draws: int = 0, **others: Any) -> Self:
@@ -278,8 +275,12 @@ def over_sets(
         if any(each.verifications for each in its_own):
             figures.append(SetAcceptance.over(its_own, seed, name=name))
         else:
-            ended = "the target ends all its conversations with their first token"
-            report(Warned(f"prompt set {name}: left out, {ended}; use other prompts"))
+            report(
+                Warned(
+                    f"prompt set {name}: left out, the target ends all its conversations with their first token; use "
+                    "other prompts"
+                )
+            )
     return figures
 
 
@@ -320,8 +321,10 @@ class Judgement(Conditions, SpeculativeResult):
         """The figures of each prompt set, line by line; empty if there are no two sets."""
         if len(self.sets) < 2:
             return []
-        groups = {each.name: each for each in self.sets}
-        return ["acceptance length by prompt set (mean: over conversations)", *tables("set", groups, averages=True)]
+        return [
+            "acceptance length by prompt set (mean: over conversations)",
+            *tables("set", {each.name: each for each in self.sets}, averages=True),
+        ]
 
     def _comparison(self) -> str:
         if not self.compared:

@@ -51,8 +51,16 @@ def random_prompts(count: int, seed: int = 5) -> list[Tensor]:
 def counted(*accepted: int, drafts: int = 3, verdict: str | None = "identical") -> CountedConversation:
     """A conversation whose verifications accepted so many of their drafts: a second of decoding, two without drafts."""
     yielded = sum(accepted) + len(accepted)
-    by_position = [sum(count > place for count in accepted) for place in range(drafts)]
-    return CountedConversation(1 + yielded, len(accepted), yielded, by_position, verdict, 1 + yielded, 1.0, 2.0)
+    return CountedConversation(
+        new_tokens=1 + yielded,
+        verifications=len(accepted),
+        yielded=yielded,
+        accepted=[sum(count > place for count in accepted) for place in range(drafts)],
+        plain_tokens=1 + yielded,
+        seconds_speculative=1.0,
+        seconds_plain=2.0,
+        verdict=verdict,
+    )
 
 
 def speculative_greedy(
