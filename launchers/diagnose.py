@@ -47,10 +47,10 @@ def main() -> int:
     for line in diagnosed.lines():
         console.result(line)
     texts = "held-out conversations" if options.prompts is None else options.prompts.name
-    record = judgement_record("diagnosis", diagnosed.as_dict(), known, draft, texts, name)
+    record = judgement_record("diagnosis", diagnosed, known, draft, texts, name)
     write_result(out, record, console)
     stop_distributed()
-    return 1 if diagnosed.diagnosis.faults else 0
+    return 1 if diagnosed.faults else 0
 
 
 def parse() -> argparse.Namespace:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from eagle3.console import Console, Progress
@@ -19,7 +20,7 @@ from eagle3.evaluation.context_results import ContextJudgement
 from eagle3.evaluation.diagnosis import Diagnosis, diagnose, measuring
 from eagle3.evaluation.drafter import check_belongs, draft_of
 from eagle3.evaluation.known_faults import DraftReading, OtherTexts, Surroundings, layers_to_keep
-from eagle3.evaluation.results import Conditions, SpeculativeResult, as_json
+from eagle3.evaluation.results import Conditions, SpeculativeResult
 from eagle3.evaluation.speculative import DecodedConversation, chain_drafter, decode_conversations, plain_decoding
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
 from eagle3.jobs.evaluate import decoding_of, prompts_of, target_of, with_pay_offs
@@ -37,9 +38,11 @@ EASIER = 0.2  # texts in another form may differ by so much in acceptance, whate
 SPACES = {ord("\u0120"): " ", ord("\u2581"): " ", ord("\u010a"): "\n"}  # how tokenizers write blanks in tokens
 
 
-class DiagnosedDraft(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class DiagnosedDraft(Diagnosis):
+    """A diagnosis, and how the draft does in decoding."""
+
     decoded: SpeculativeResult
-    diagnosis: Diagnosis
     by_context: ContextJudgement
 
     def lines(self) -> list[str]:
@@ -49,14 +52,7 @@ class DiagnosedDraft(NamedTuple):
             "over conversations"
         )
         compared = "" if decoded.lossless else f"; {decoded.mismatches} texts DIFFER from plain decoding"
-        return [f"by decoding: {averages}{compared}", *self.diagnosis.lines(), *self.by_context.lines()]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "decoded": as_json(self.decoded),
-            **as_json(self.diagnosis),
-            "by_context": as_json(self.by_context),
-        }
+        return [f"by decoding: {averages}{compared}", *super().lines(), *self.by_context.lines()]
 
 
 class Prompts(NamedTuple):
@@ -99,7 +95,6 @@ def diagnose_draft(
     exported = replace(exported, config=replace(exported.config, aux_layers=layers))
     target = target_of(known, exported, topology, console, aux_layers=layers)
     decoded, texts = _write(target, exported, prompts.as_given, decoding_of(known.recipe), topology, console)
-    figures = SpeculativeResult.over(decoded)
     by_context = _by_context(known, exported.config, prompts.as_given, decoded, gpu, console)
     others = []
     if prompts.other is not None:
@@ -124,8 +119,8 @@ def diagnose_draft(
         known.recipe.evaluation.draft_tokens,
         console,
     )
-    diagnosis = replace(diagnosis, notes=[*exported.doubts, *diagnosis.notes])
-    return DiagnosedDraft(figures, diagnosis, by_context)
+    own = vars(diagnosis) | {"notes": [*exported.doubts, *diagnosis.notes]}
+    return DiagnosedDraft(**own, decoded=SpeculativeResult.over(decoded), by_context=by_context)
 
 
 def _write(
