@@ -216,6 +216,7 @@ def test_by_context_writes_and_prints_every_bucket(run):
     require_result_place(folder / "by_context.json")
 
 
+QUIET = Console(speaks=False)
 QUESTIONS = {"riddles": ["Who sat on the mat?", "And why?", "When did the rain begin to fall?"], "sums": ["2 + 2 = ?"]}
 
 
@@ -227,13 +228,18 @@ def write_sets(folder) -> dict:
     return files
 
 
-def test_sets_judged_together_have_the_figures_that_they_have_alone(run, topology, tmp_path):
-    recipe, heard, files = load_recipe(run), Console(speaks=False), write_sets(tmp_path)
-    inputs = inputs_of(recipe, topology.device, heard)
+@pytest.fixture(scope="module")
+def inputs(run, topology):
+    inputs = inputs_of(load_recipe(run), topology.device, QUIET)
     torch.set_num_threads(1)
+    return inputs
+
+
+def test_sets_judged_together_have_the_figures_that_they_have_alone(run, inputs, topology, tmp_path):
+    files = write_sets(tmp_path)
 
     def judged(files):
-        return judge(inputs, None, recipe.output.dir / "export", topology, heard, files)
+        return judge(inputs, None, run.parent / "run" / "export", topology, QUIET, files)
 
     together = judged(files)
     for its_own, (name, file) in zip(together.sets, files.items(), strict=True):
@@ -246,14 +252,11 @@ def test_sets_judged_together_have_the_figures_that_they_have_alone(run, topolog
     assert judged(None).sets == [], "held-out conversations are no set"
 
 
-def test_contexts_are_judged_on_the_prompts_of_all_sets(run, topology, tmp_path):
-    recipe, heard, files = load_recipe(run), Console(speaks=False), write_sets(tmp_path)
-    inputs = inputs_of(recipe, topology.device, heard)
-    torch.set_num_threads(1)
-    prompts, sizes = prompts_to_judge(inputs, files, recipe.evaluation.draft_tokens)
+def test_contexts_are_judged_on_the_prompts_of_all_sets(run, inputs, topology, tmp_path):
+    files, asked = write_sets(tmp_path), ByContext([16, 32, 64], 8)
+    prompts, sizes = prompts_to_judge(inputs, files, 4)
     assert sizes == {"riddles": 3, "sums": 1}
-    arguments = (inputs, recipe.output.dir / "export", ByContext([16, 32, 64], 8), topology, heard)
-    judgement = judge_contexts(*arguments, files=files)
+    judgement = judge_contexts(inputs, run.parent / "run" / "export", asked, topology, QUIET, files)
     counts = {each.context: each.conversations for each in judgement.contexts}
     assert sum(counts.values()) == 4
     for context, count in counts.items():
@@ -296,14 +299,11 @@ def test_a_quiet_judge_says_the_result_alone_and_leaves_examples(run):
     assert all(len(each["accepted"]) + len(each["rejected"]) == 4 for each in verifications if each["own"] is not None)
 
 
-def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, topology):
-    recipe, heard = load_recipe(run), Console(speaks=False)
-    inputs = inputs_of(recipe, topology.device, heard)
-    torch.set_num_threads(1)
-    decoding = replace(decoding_of(recipe), temperature=0.8, seed=3)
+def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, inputs, topology):
+    decoding = replace(decoding_of(inputs.known.recipe), temperature=0.8, seed=3)
 
     def judged(asked: ByContext) -> ContextJudgement:
-        return judge_contexts(inputs, recipe.output.dir / "export", asked, topology, heard, decoding=decoding)
+        return judge_contexts(inputs, run.parent / "run" / "export", asked, topology, QUIET, decoding=decoding)
 
     judgement = judged(ByContext([32, 64], 2))
     assert [each.conversations for each in judgement.contexts] == [2, 2] and judgement.lossless is None

@@ -5,7 +5,7 @@ import json
 import re
 import runpy
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -68,10 +68,8 @@ def test_a_prompt_is_all_before_the_last_answer(tmp_path, tokenizer):
 
 def test_a_text_is_continued_and_a_line_is_a_question(tmp_path, tokenizer):
     rows = "".join(json.dumps({"text": text}) + "\n" for text in ("The cat sat", "and rain fell"))
-    assert read(tmp_path, tokenizer, "a.jsonl", rows) == [
-        ids(tokenizer, "The cat sat"),
-        ids(tokenizer, "and rain fell"),
-    ]
+    expected = [ids(tokenizer, text) for text in ("The cat sat", "and rain fell")]
+    assert read(tmp_path, tokenizer, "a.jsonl", rows) == expected
     prompt = "<|im_start|>user\nAnd why?<|im_end|>\n<|im_start|>assistant\n"
     assert read(tmp_path, tokenizer, "a.txt", "\nAnd why?  \n\nAnd why?") == [ids(tokenizer, prompt)] * 2
 
@@ -151,7 +149,7 @@ def test_a_tree_has_what_its_steps_can_open():
     assert DraftTree.of(4, 1, None) == DraftTree.of(4, 1, 5) == (4, 1, 5)
     assert DraftTree.of(3, 4, None) == (3, 4, 13)
     assert DraftTree.of(2, 3, 13) == (2, 3, 13)  # 3 nodes after the root, 9 after those
-    for steps, topk, tokens in ((2, 3, 14), (3, 2, 1), (3, 1, 5), (3, 0, None)):
+    for steps, topk, tokens in ((2, 3, 14), (3, 2, 1), (3, 1, 5)):
         with pytest.raises(UserError):
             DraftTree.of(steps, topk, tokens)
 
@@ -253,20 +251,15 @@ def make_export(run: Path) -> None:
     [
         (["--engine", "vllm"], "--engine: invalid choice: 'vllm'"),
         (["--topk", "2"], "use --engine sglang"),
+        (["--topk", "0"], "--topk: 0 is out of range; give 1 or more"),
         (["--tree-tokens", "5"], "use --engine sglang"),
         (["--prompts", __file__], "is not a file of such a kind; name a .jsonl"),
         (["--prompts", "/nowhere.jsonl"], "--prompts /nowhere.jsonl: no such file"),
         (["--prompts", "mt=/nowhere.jsonl"], "--prompts mt=/nowhere.jsonl: no such file; name a .jsonl"),
         (["--prompts", f"mt={__file__}"], f"--prompts mt={__file__}: is not a file of such a kind"),
-        (
-            ["--prompts", "=a.jsonl"],
-            "--prompts '=a.jsonl': the set has no name that can be shown; write --prompts NAME=",
-        ),
+        (["--prompts", "=a.jsonl"], "the set has no name that can be shown; write --prompts NAME="),
         (["--draft", "/nowhere"], "/nowhere: no exported draft here"),
-        (
-            ["--window", "3"],
-            "--window 3: a window of 3 keys cannot hold a chain of 4 (evaluation.draft_tokens); lower that, or use",
-        ),
+        (["--window", "3"], "--window 3: a window of 3 keys cannot hold a chain of 4 (evaluation.draft_tokens)"),
         (["--window", "0"], "--window: 0 is out of range; give 1 to 1,000,000,000;"),
         (["--window", "9" * 24], "is out of range; give 1 to 1,000,000,000;"),
         (["evaluation.draft_tokens=7"], "config.json: a window of 6 keys cannot hold a chain of 7"),
@@ -297,12 +290,14 @@ def test_a_prompt_set_is_called_as_the_user_says_or_as_its_file_is(tmp_path, mon
             prompt_files([nameless])
 
 
-def test_a_run_or_a_target_in_the_place_of_a_draft_is_told_from_one(refused, tmp_path, target):
+def test_what_is_no_draft_is_not_checked(refused, tmp_path, target):
+    check = "evaluate.py", "--check", "--draft"
+    assert "no exported draft here" in refused(*check, tmp_path)
     make_export(tmp_path)
-    message = refused("evaluate.py", "--check", "--draft", tmp_path)
+    message = refused(*check, tmp_path)
     assert f"{tmp_path}: is a run's folder; its draft is in there: --draft {tmp_path / 'export'}" in message
-    message = refused("evaluate.py", "--check", "--draft", target)
-    assert f"{target}/config.json: has 5 layers, but an EAGLE3 draft has one" in message
+    assert f"{target}/config.json: has 5 layers, but an EAGLE3 draft has one" in refused(*check, target)
+    assert "--tree-tokens: has no use with --check" in refused(*check, tmp_path, "--tree-tokens", 4)
 
 
 def test_a_result_displaces_nothing_but_an_earlier_result(refused, tmp_path, target):
@@ -331,12 +326,8 @@ def test_a_draft_of_a_run_with_another_target_is_judged_with_a_warning_that_name
         (tmp_path / "link").symlink_to(target)
         beside.write_text(dump_recipe(load_recipe(path, [f"model.target={trained}"])))
         warn(recipe, draft, console)
-        stderr = capsys.readouterr().err
-        assert stderr == (
-            f"warning: {draft}: was trained for the target acme/other ({beside}), and is judged with {target}\n"
-            if warned
-            else ""
-        )
+        line = f"warning: {draft}: was trained for the target acme/other ({beside}), and is judged with {target}\n"
+        assert capsys.readouterr().err == (line if warned else "")
     beside.write_text("no: recipe")
     warn(recipe, draft, console)
     assert capsys.readouterr().err == ""
@@ -348,20 +339,12 @@ def test_a_window_that_the_recipe_names_and_the_draft_has_not_is_said(tmp_path, 
     make_export(tmp_path / "run")
     for window, warned in ((None, False), (6, False), (9, True)):
         warn(load_recipe(path, [f"model.draft.window={'null' if window is None else window}"]), draft, console)
-        stderr = capsys.readouterr().err
-        assert (
-            "model.draft.window: 9, but" in stderr and "a window of 6 and is judged with that; --window 9" in stderr
-        ) == warned
-
-
-def test_export_refuses_at_once(refused, tmp_path):
-    assert "no exported draft here" in refused("evaluate.py", "--check", "--draft", tmp_path)
-    message = refused("evaluate.py", "--check", "--draft", tmp_path, "--tree-tokens", 4)
-    assert "--tree-tokens: has no use with --check" in message
+        said = re.search("model.draft.window: 9, but .* a window of 6 and .*; --window 9", capsys.readouterr().err)
+        assert bool(said) == warned
 
 
 def test_without_sglang_nothing_is_checked_or_decoded(refused, tmp_path, target):
-    if installed():
+    if find_spec("sglang"):
         pytest.skip("SGLang is installed")
     recipe = write_recipe(tmp_path, target, evaluation={"conversations": 2})
     make_export(tmp_path / "run")
@@ -369,10 +352,3 @@ def test_without_sglang_nothing_is_checked_or_decoded(refused, tmp_path, target)
         check_export(tmp_path / "run" / "export")
     message = refused("evaluate.py", "--recipe", recipe, "--engine", "sglang")
     assert "SGLang is not installed: pip install -e" in message and "--engine transformers" in message
-
-
-def installed() -> bool:
-    try:
-        return bool(version("sglang"))
-    except PackageNotFoundError:
-        return False

@@ -117,41 +117,19 @@ def fit(draws: Tensor, chances: Tensor) -> float:
     return tail(((counts - expected) ** 2 / expected).sum(), len(expected) - 1)
 
 
-def agreement(some: Tensor, others: Tensor, chances: Tensor) -> float:
-    """p-value of the hypothesis that two samples of equal size have one distribution. `chances` only determines the
-    cells."""
-    assert len(some) == len(others)
-    cell = cells(chances, len(some))
-    one, two = (cell[draws].bincount(minlength=int(cell.max()) + 1).double() for draws in (some, others))
-    nonempty = one + two > 0
-    return tail(((one - two) ** 2 / (one + two))[nonempty].sum(), int(nonempty.sum()) - 1)
-
-
-@pytest.fixture(scope="module")
-def plain(pair) -> dict[float, Tensor]:
-    """Plain samples by temperature."""
-    return {temperature: pair.sample(rule(Sampled, temperature, seed=12), RUNS) for temperature in (1.0, 0.7)}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_sampled_decoding_draws_from_the_targets_own_distribution(pair, plain, temperature):
+def test_sampled_decoding_draws_from_the_targets_own_distribution(pair, temperature):
     chances = pair.distribution(temperature)
     assert float(chances.sum()) == pytest.approx(1)
-    drafted = pair.speculate(rule(Sampled, temperature, seed=11), RUNS)
-    assert fit(drafted, chances) > LIKELY
-    assert fit(plain[temperature], chances) > LIKELY
-    assert agreement(drafted, plain[temperature], chances) > LIKELY
+    assert fit(pair.speculate(rule(Sampled, temperature, seed=11), RUNS), chances) > LIKELY
+    assert fit(pair.sample(rule(Sampled, temperature, seed=12), RUNS), chances) > LIKELY
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "runs", "against_plain"), [(KeepsAll, 500, UNLIKELY), (WithoutResidual, RUNS, 0.01)])
-def test_the_distribution_tells_a_wrong_rule(pair, plain, kind, runs, against_plain):
-    """Comparing two samples reveals less than comparing one sample with the truth."""
-    chances = pair.distribution(1.0)
-    drafted = pair.speculate(rule(kind, 1.0, seed=13), runs)
-    assert fit(drafted, chances) < UNLIKELY
-    assert agreement(drafted, plain[1.0][:runs], chances) < against_plain
+@pytest.mark.parametrize(("kind", "runs"), [(KeepsAll, 500), (WithoutResidual, RUNS)])
+def test_the_distribution_tells_a_wrong_rule(pair, kind, runs):
+    assert fit(pair.speculate(rule(kind, 1.0, seed=13), runs), pair.distribution(1.0)) < UNLIKELY
 
 
 def verified(kind: type[Sampled], draws: int) -> tuple[list[Verification], Tensor, Tensor]:
