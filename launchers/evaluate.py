@@ -117,7 +117,7 @@ def parse() -> argparse.Namespace:
         type=from_to(1, MOST_KEYS),
         help="keys that the draft's queries see (default: as trained; any draft may be judged with one)",
     )
-    parser.add_argument("--topk", type=int, default=1, help="branches of the draft tree; 1 (default) is a chain")
+    parser.add_argument("--topk", type=from_to(1), default=1, help="branches of the draft tree; 1 (default) is a chain")
     parser.add_argument(
         "--tree-tokens", type=int, help="tokens of one verification, SGLang's speculative-num-draft-tokens"
     )

@@ -95,12 +95,11 @@ class ContextJudgement(Conditions):
     def lines(self) -> list[str]:
         """Tables, line by line: acceptance lengths, and shares by position (at most 60 columns each, up to 10 draft
         positions); what the draft is worth; and all of it again for other windows."""
-        groups = {f"{each.context:,}": each for each in self.contexts}
         return [
             f"acceptance length by context ({self.rule}, {self.new_tokens} new tokens)",
             *([self.tree] if self.tree else []),
             *self.window_lines(),
-            *tables("context", groups, averages=False),
+            *tables("context", {f"{each.context:,}": each for each in self.contexts}, averages=False),
             *(line for each in self.pay_off for line in each.lines()),
             *(serving_lines(self.estimate, self.window, self.refusal) if self.estimate else []),
             *(self._best_lines() if self.best else []),

@@ -171,8 +171,7 @@ def measuring(
             draft, d2t = draft_of(reading.exported, target_head, groups)
         if reading.clamp is not None:
             draft.rope = _Clamped(draft.rope, reading.clamp)
-        aux = [reading.aux(text) for text in reading.texts]
-        return Measured(forced_drafts(draft, d2t, reading.texts, aux, draft_tokens))
+        return Measured(forced_drafts(draft, d2t, reading.texts, [*map(reading.aux, reading.texts)], draft_tokens))
 
     return measure
 

@@ -26,7 +26,6 @@ UNTRAINED_CONVERSATIONS = 8  # enough to show that none of its drafts is accepte
 EXAMPLES = 4
 WARM_UP_TOKENS = 8
 PROMPT_CHARACTERS = 300  # from the end of an example's prompt
-LONGEST_CHARACTER = 4  # most tokens that a character can have: its UTF-8 bytes
 
 
 def judge_export(
@@ -51,11 +50,9 @@ def judge_export(
     """
     draft, d2t, conditions = _load(exported, target, groups, decoding)
     decoded = decode_conversations(target, chain_drafter(target, draft, d2t), prompts, decoding, report=report)
-    fresh = untrained_draft(draft.draft_config, target.head, groups, seed=seed)
     report("the same with an untrained draft, on the first few conversations")
-    untrained = decode_conversations(
-        target, chain_drafter(target, fresh, d2t), prompts[:UNTRAINED_CONVERSATIONS], decoding, report=report
-    )
+    drafter = chain_drafter(target, untrained_draft(draft.draft_config, target.head, groups, seed=seed), d2t)
+    untrained = decode_conversations(target, drafter, prompts[:UNTRAINED_CONVERSATIONS], decoding, report=report)
     return Judgement.over(
         decoded,
         conditions.seed,
@@ -78,7 +75,7 @@ def example_texts(
     """
     return [
         {
-            "prompt": tokenizer.decode(prompt[-PROMPT_CHARACTERS * LONGEST_CHARACTER :].tolist())[-PROMPT_CHARACTERS:],
+            "prompt": tokenizer.decode(prompt.tolist())[-PROMPT_CHARACTERS:],
             "first": tokenizer.decode([each.output.tokens[0]]),
             "verifications": [
                 {

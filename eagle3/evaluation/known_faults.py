@@ -176,9 +176,8 @@ def _of_vocabulary(reading: DraftReading) -> Iterator[Change]:
     exported, places = reading.exported, torch.arange(len(reading.exported.d2t))
     for name, d2t in (("token ids", exported.d2t - places), ("offsets", exported.d2t + places)):
         ids = d2t + places
-        rising = bool((ids.diff() > 0).all())
-        fits = rising and int(ids.min()) >= 0 and int(ids.max()) < exported.config.vocab_size
-        if fits and not torch.equal(d2t, exported.d2t):
+        rise_in_range = (ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < exported.config.vocab_size
+        if rise_in_range and not torch.equal(d2t, exported.d2t):
             yield _exported(
                 reading,
                 f"d2t as {name}",
@@ -189,11 +188,12 @@ def _of_vocabulary(reading: DraftReading) -> Iterator[Change]:
 
 def _of_norms(reading: DraftReading) -> Iterator[Change]:
     exported, config = reading.exported, reading.exported.config
-    wide = config.target_hidden_size
     weights_of = {  # the sizes of the weights that go with a key, by their names
         "norm_output": {},
         "norm_before_residual": {},
-        "fc_norm": {f"fc_norm.{place}.weight": wide for place in range(config.num_aux_hidden_states)},
+        "fc_norm": {
+            f"fc_norm.{place}.weight": config.target_hidden_size for place in range(config.num_aux_hidden_states)
+        },
         "norm_before_fc": {"input_norm.weight": config.aux_width},
     }
     for key, sizes in weights_of.items():
@@ -214,11 +214,16 @@ def _of_weights(reading: DraftReading, embedding: Tensor) -> Iterator[Change]:
     weights = reading.exported.weights
     own, head = weights.get(EMBEDDING), weights[HEAD]
     if own is not None and own.shape == embedding.shape and not torch.equal(own.to(embedding.dtype), embedding):
-        replaced = weights | {EMBEDDING: embedding}
-        yield _exported(reading, "the target's embedding", f"leave {EMBEDDING} out of its weights", weights=replaced)
+        yield _exported(
+            reading,
+            "the target's embedding",
+            f"leave {EMBEDDING} out of its weights",
+            weights=weights | {EMBEDDING: embedding},
+        )
     if head.shape[0] == head.shape[1]:
-        turned = weights | {HEAD: head.T.contiguous()}
-        yield _exported(reading, "its head transposed", f"transpose {HEAD}", weights=turned)
+        yield _exported(
+            reading, "its head transposed", f"transpose {HEAD}", weights=weights | {HEAD: head.T.contiguous()}
+        )
 
 
 def _of_window(reading: DraftReading, draft_tokens: int) -> Iterator[Change]:

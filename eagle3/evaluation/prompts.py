@@ -53,7 +53,7 @@ def read_prompts(
     tokenizer: PreTrainedTokenizerBase,
     chat_template: str | None,
     longest: int,
-    choices: Choices | None = None,
+    choices: Choices = Choices(),
     *,
     other_form: bool = False,
 ) -> list[Tensor]:
@@ -65,7 +65,7 @@ def read_prompts(
 
     chat_template: Jinja source; None for the tokenizer's own
     longest: most tokens in a prompt
-    choices: the same as in training, so that the draft is judged on what it learnt; default Choices()
+    choices: the same as in training, so that the draft is judged on what it learnt
     other_form: read conversations as plain text without the chat template, and a `text` as a user's question
 
     Raises UserError for a file or row that cannot be read or rendered, and for a prompt that is too long.
@@ -73,7 +73,7 @@ def read_prompts(
     conversations = _questions(path) if path.suffix == ".txt" else read_conversations([str(path)])
     if other_form:
         conversations = [_in_other_form(conversation) for conversation in conversations]
-    prompts = [_prompt(row, tokenizer, chat_template, choices or Choices()) for row in conversations]
+    prompts = [_prompt(row, tokenizer, chat_template, choices) for row in conversations]
     for conversation, prompt in zip(conversations, prompts, strict=True):
         if not len(prompt):
             raise UserError(f"{conversation.origin}: the prompt has no tokens; leave it out")
@@ -127,7 +127,6 @@ def _prompt(
 
 
 def _prompt_messages(conversation: Conversation) -> list[dict]:
-    """The messages before the last answer."""
     messages = list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()

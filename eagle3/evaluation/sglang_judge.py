@@ -62,8 +62,6 @@ class DraftTree(NamedTuple):
 
         tokens: see the field; default: as many as a chain has, or topk per step
         """
-        if topk < 1:
-            raise UserError(f"--topk {topk}: a node has at least one branch; leave it out for a chain")
         nodes = topk + (steps - 1) * topk**2  # later steps open topk branches at each of the topk best nodes
         tokens = (steps * topk if topk > 1 else steps) + 1 if tokens is None else tokens
         if topk == 1 and tokens != steps + 1:
@@ -179,7 +177,6 @@ def side_by_side(
 
 
 def _start(kind: str, options: EngineOptions, flags: list[str], report: Callable[[str], None]) -> SGLangServer:
-    """Start the server "with" or "without" the draft, and say so."""
     report(f"starting SGLang {kind} the draft")
     return SGLangServer(options, flags, report=report)
 

@@ -231,7 +231,6 @@ def decode_conversations(
         output = speculative(target, drafter, prompt, rule, draft_tokens=draft_tokens, new_tokens=new_tokens)
         middle = time.perf_counter()
         progress.at(number - 1)  # shows that a long prompt is making progress
-        begin = time.perf_counter()
         plain = plain_decoding(target, prompt, plain_rule, new_tokens=new_tokens)
         verdict = compare(output.tokens, plain) if decoding.greedy else None
         decoded.append(
@@ -243,7 +242,7 @@ def decode_conversations(
                 verdict=verdict,
                 plain_tokens=len(plain.tokens),
                 seconds_speculative=middle - start,
-                seconds_plain=time.perf_counter() - begin,
+                seconds_plain=time.perf_counter() - middle,
                 timing=timing_of(len(prompt), draft_tokens, output, plain),
                 output=output,
             )

@@ -6,14 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagle3.reporting.record import (
-    RunRecord,
-    column,
-    estimated_curve,
-    mean,
-    measured_curve,
-    tokens_label,
-)
+from eagle3.reporting.record import RunRecord, column, estimated_curve, mean, measured_curve, tokens_label
 
 LEAST_SUPERVISED = 0.05  # least share of supervised tokens
 FEW_SUPERVISED = 1_000_000  # number of tokens; EAGLE3's own drafts saw hundreds of millions

@@ -10,15 +10,7 @@ from eagle3.draft.config import DraftConfig
 from eagle3.durable import write_text
 from eagle3.errors import UserError
 from eagle3.planning.policy import ADAPTIVE, schedule, sglang_flags, tier_table, vllm_flags
-from eagle3.reporting.markdown import (
-    Markdown,
-    Table,
-    escaped,
-    fenced_command,
-    one_line,
-    template,
-    versions_in_words,
-)
+from eagle3.reporting.markdown import Markdown, Table, escaped, fenced_command, one_line, template, versions_in_words
 from eagle3.reporting.record import RunRecord, hub_id_of, read_run, target_name
 from eagle3.targets.sglang.version import why_not_served
 
@@ -73,7 +65,6 @@ def card_text(run: RunRecord) -> str:
 
 
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:
-    """The commands that serve the draft."""
     draft = run.draft
     # Of the judgement with the window that the draft is served with.
     known = [judged.estimate for judged in run.windows if judged.estimate and not judged.other_window]

@@ -76,7 +76,6 @@ def about_loss(run: RunRecord) -> str:
 
 
 def _loss(run: RunRecord, name: str, title: str, key: str) -> Plot:
-    """Over the steps, in training and on held-out text."""
     values, held_out = column(run.train, key), column(run.held_out, key)
     all_steps = column(run.train, "step")
     label_of_training = f"{TRAINING} ({_window(values)}, {_from_to(values)})"
@@ -142,7 +141,6 @@ def _norm(run: RunRecord, name: str, title: str, key: str) -> Plot:
 def _of_steps(
     run: RunRecord, name: str, title: str, key: str, label: str, about: str, colour: str, **scale: bool
 ) -> Plot:
-    """A chart of one number per step."""
     values, all_steps = column(run.train, key), column(run.train, "step")
     series = Series(title.lower(), *thinned(all_steps, values), colour)
     alt = f"{title}: {_from_to(values)}, at most {short_number(float(np.nanmax(values)))}."
@@ -156,7 +154,9 @@ def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
     places = np.arange(1, len(shares) + 1)
     series = Series(f"decoding, {run.evaluation.rule}", places, np.array(shares), BLUE, dotted=True)
     return Plot(
-        *(name, title, ABOUT_POSITIONS),
+        name,
+        title,
+        ABOUT_POSITIONS,
         f"{title}, from the first: {', '.join(f'{share:.2f}' for share in shares)}.",
         Axis("draft position", 0.8, places[-1] + 0.2, FixedLocator(places)),
         share_axis("of verifications"),
@@ -173,14 +173,16 @@ def curve_series(label: str, curve: Curve, colour: str, look: str = "line") -> S
 def contexts_plot(name: str, series: Sequence[Series], summary: str) -> Plot:
     title = "Acceptance length by context"
     bands = [each.band for each in series if each.band is not None]
-    values = [*(each.y for each in series), *bands, np.ones(1)]
-    axis = number_axis("tokens per verification", values)
-    contexts = context_axis("context in tokens", np.unique(np.concatenate([each.x for each in series])))
-    about = (
+    return Plot(
+        name,
+        title,
         "Tokens produced per pass of the target, accepted drafts and its own, after contexts of up to this many tokens."
-        + (" Bands: 95% intervals." if bands else "")
+        + (" Bands: 95% intervals." if bands else ""),
+        f"{title}: {summary}.",
+        context_axis("context in tokens", np.unique(np.concatenate([each.x for each in series]))),
+        number_axis("tokens per verification", [*(each.y for each in series), *bands, np.ones(1)]),
+        series,
     )
-    return Plot(name, title, about, f"{title}: {summary}.", contexts, axis, series)
 
 
 def _contexts(run: RunRecord, name: str, _: str) -> Plot | None:
@@ -205,10 +207,15 @@ def _held_out(run: RunRecord, name: str, title: str) -> Plot | None:
     steps, lengths = column(run.held_out, "step"), column(run.held_out, "acceptance_length")
     if not np.isfinite(lengths).any():
         return None
-    series = [Series(HELD_OUT, steps, lengths, VERMILLION, dotted=True)]
-    axis = number_axis("tokens per verification", [lengths])
-    alt = f"{title}: from {short_number(lengths[0])} to {short_number(lengths[-1])}."
-    return Plot(name, title, ABOUT_HELD_OUT, alt, step_axis(steps), axis, series)
+    return Plot(
+        name,
+        title,
+        ABOUT_HELD_OUT,
+        f"{title}: from {short_number(lengths[0])} to {short_number(lengths[-1])}.",
+        step_axis(steps),
+        number_axis("tokens per verification", [lengths]),
+        [Series(HELD_OUT, steps, lengths, VERMILLION, dotted=True)],
+    )
 
 
 def _pay_off(run: RunRecord, name: str, _: str) -> Plot | None:

@@ -30,8 +30,7 @@ COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY)
 
 def shades(count: int) -> list[str]:
     """Colours for ordered series; the first stands out most."""
-    scale = matplotlib.colormaps["viridis"](0.88 * np.linspace(0, 1, max(1, count)))
-    return [matplotlib.colors.to_hex(colour) for colour in scale]
+    return [matplotlib.colors.to_hex(matplotlib.colormaps["viridis"](0.88 * at)) for at in np.linspace(0, 1, count)]
 
 
 def tick_name(value: float) -> str:
@@ -134,8 +133,7 @@ def number_axis(label: str, values: Sequence[np.ndarray], *, zero: bool = False,
 
 def share_axis(label: str, most: float = 1.0) -> Axis:
     """An axis from 0 to `most`, in percent."""
-    ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
-    return Axis(label, 0, most, ticks, lambda tick: f"{100 * tick:g}%")
+    return Axis(label, 0, most, MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]), lambda tick: f"{100 * tick:g}%")
 
 
 def context_axis(label: str, contexts: np.ndarray) -> Axis:
@@ -240,10 +238,4 @@ def _draw(axes: Axes, series: Series, place: int) -> None:
         axes.fill_between(series.x, *series.band.T, color=series.colour, alpha=0.18, linewidth=0)
     dots = series.look == "dots" or series.dotted
     dense = {"linewidth": 1} if series.look in ("line", "pale") and not dots else {}
-    axes.plot(
-        series.x,
-        series.y,
-        zorder=3 if dots else 2,
-        clip_on=not dots,
-        **_look(series, place) | dense,
-    )
+    axes.plot(series.x, series.y, zorder=3 if dots else 2, clip_on=not dots, **_look(series, place) | dense)
