@@ -244,11 +244,9 @@ def windowed(decoded, topology, tmp_path_factory):
 
 
 def test_a_draft_with_a_window_is_served_as_transformers_judges_it(decoded, windowed):
-    lengths = {"draft_tokens": STEPS, "new_tokens": NEW_TOKENS}
-
     def judged(window):
         draft, d2t = windowed.set(window), windowed.d2t
-        return [speculative_greedy(decoded.target, draft, d2t, prompt, **lengths) for prompt in decoded.prompts]
+        return [speculative_greedy(decoded.target, draft, d2t, prompt, STEPS, NEW_TOKENS) for prompt in decoded.prompts]
 
     others, own = [judged(each) for each in windowed.others], judged(windowed.window)
     served = windowed.served(decoded, DraftTree.of(STEPS, 1, None))

@@ -87,10 +87,6 @@ class Pair:
     def draft(self, target: TransformersTarget | None = None) -> tuple[Eagle3Draft, Tensor]:
         return draft_of(read_exported(self.folder), (target or self.target).head, self.topology.modules)
 
-    def decode(self, draft: Eagle3Draft, d2t: Tensor, **changes):
-        lengths = {"draft_tokens": DRAFT_TOKENS, "new_tokens": NEW_TOKENS} | changes
-        return decode_speculatively(self.target, draft, d2t, self.prompts, **lengths)
-
 
 @pytest.fixture(scope="module")
 def pair(topology, tmp_path_factory) -> Pair:
@@ -173,7 +169,7 @@ def accepted_counts(pair: Pair, draft_tokens: int) -> set[int]:
     draft, d2t = pair.draft()
     seen = set()
     for prompt in pair.prompts:
-        output = speculative_greedy(pair.target, draft, d2t, prompt, draft_tokens=draft_tokens, new_tokens=NEW_TOKENS)
+        output = speculative_greedy(pair.target, draft, d2t, prompt, draft_tokens)
         tokens, rounds = defined_decoding(pair, prompt, draft_tokens)
         assert output.tokens == tokens
         assert [(each.drafts, each.accepted) for each in output.verifications] == rounds
@@ -225,7 +221,7 @@ def test_output_is_the_targets_own_greedy_text(make, draft_tokens, topology):
     draft = untrained_draft(config, target.head, topology.modules, seed=0)
     d2t = used - torch.arange(len(used))
     for prompt, tokens in zip(prompts, expected, strict=True):
-        output = speculative_greedy(target, draft, d2t, prompt, draft_tokens=draft_tokens, new_tokens=NEW_TOKENS)
+        output = speculative_greedy(target, draft, d2t, prompt, draft_tokens)
         plain = plain_decoding(target, prompt, new_tokens=NEW_TOKENS)
         assert output.tokens == plain.tokens == tokens
         assert compare(output.tokens, plain) == "identical"
@@ -233,7 +229,7 @@ def test_output_is_the_targets_own_greedy_text(make, draft_tokens, topology):
 
 def test_counts_agree_and_training_shows(pair):
     draft, d2t = pair.draft()
-    result = pair.decode(draft, d2t)
+    result = decode_speculatively(pair.target, draft, d2t, pair.prompts)
     assert result.acceptance_length == pytest.approx(1 + sum(result.position_acceptance))
     assert sorted(result.accepted, reverse=True) == result.accepted
     chance = 1.0
@@ -241,7 +237,8 @@ def test_counts_agree_and_training_shows(pair):
         chance *= conditional
         assert share == pytest.approx(chance)
     untrained = untrained_draft(draft.draft_config, pair.target.head, pair.topology.modules, seed=0)
-    assert result.acceptance_length > pair.decode(untrained, d2t).acceptance_length + 0.5
+    without_training = decode_speculatively(pair.target, untrained, d2t, pair.prompts)
+    assert result.acceptance_length > without_training.acceptance_length + 0.5
     assert as_json(result)["acceptance_length"] == result.acceptance_length
 
 
@@ -267,17 +264,16 @@ def test_a_draft_is_judged_with_another_window_as_if_it_had_that_and_the_result_
 def test_nothing_after_an_eos_counts(pair, monkeypatch):
     """Every token that appears in the output becomes the EOS in turn."""
     draft, d2t = pair.draft()
-    lengths = {"draft_tokens": DRAFT_TOKENS, "new_tokens": NEW_TOKENS}
     ends, cases = pair.target.model.generation_config, {"drafted": 0, "own": 0}
     for prompt in pair.prompts[2:]:
         monkeypatch.setattr(ends, "eos_token_id", None)
-        whole = speculative_greedy(pair.target, draft, d2t, prompt, **lengths)
+        whole = speculative_greedy(pair.target, draft, d2t, prompt)
         for end in range(NEW_TOKENS):
             eos = whole.tokens[end]
             if eos in whole.tokens[:end]:
                 continue
             monkeypatch.setattr(ends, "eos_token_id", [eos, eos + 1000])
-            cut = speculative_greedy(pair.target, draft, d2t, prompt, **lengths)
+            cut = speculative_greedy(pair.target, draft, d2t, prompt)
             plain = plain_decoding(pair.target, prompt, new_tokens=NEW_TOKENS)
             assert cut.tokens == whole.tokens[: end + 1] == plain.tokens
             assert 1 + sum(len(each.tokens) for each in cut.verifications) == end + 1
@@ -297,12 +293,12 @@ def test_equal_logits_are_a_tie_and_other_differences_a_mismatch(pair):
     model.lm_head.weight.data[128:] = model.lm_head.weight.data[:128]
     target = as_target(model)
     draft, d2t = pair.draft()
-    result = decode_speculatively(target, draft, d2t, pair.prompts, draft_tokens=3, new_tokens=20)
+    result = decode_speculatively(target, draft, d2t, pair.prompts)
     assert (result.identical + result.ties, result.mismatches) == (4, 0)
-    plain = plain_decoding(target, pair.prompts[0], new_tokens=20)
-    for place in (0, 7, 19):
+    plain = plain_decoding(target, pair.prompts[0], new_tokens=NEW_TOKENS)
+    for place in (0, 7, 23):
         token = plain.tokens[place]
-        rest = [1] * (19 - place)
+        rest = [1] * (23 - place)
         assert compare([*plain.tokens[:place], token ^ 128, *rest], plain) == "tie"
         third = int(plain.candidates[place, 2])
         assert compare([*plain.tokens[:place], third, *rest], plain) == "mismatch"
@@ -318,7 +314,7 @@ def test_a_wrong_verification_is_a_mismatch(pair, dtype, monkeypatch):
     draft, d2t = pair.draft(target)
     monkeypatch.setattr(TargetSession, "forget", lambda self, tokens: None)
     heard = []
-    result = decode_speculatively(target, draft, d2t, pair.prompts, draft_tokens=3, new_tokens=20, report=heard.append)
+    result = decode_speculatively(target, draft, d2t, pair.prompts, report=heard.append)
     assert result.mismatches >= 3 and not result.lossless
     assert any("conversation 1 differs from plain decoding" in line for line in heard)
 
@@ -402,16 +398,16 @@ def test_a_draft_of_another_target_is_refused(pair):
     with pytest.raises(UserError, match=r"reads the target's layers \[1, 2, 3\], but \[0, 2, 4\]"):
         other = TransformersTarget(tiny_llama(), aux_layers=(0, 2, 4), prefill_tokens=64)
         draft, d2t = pair.draft()
-        decode_speculatively(other, draft, d2t, pair.prompts, draft_tokens=3, new_tokens=8)
+        decode_speculatively(other, draft, d2t, pair.prompts)
 
 
 def test_conversations_that_cannot_be_judged_are_refused(pair, monkeypatch):
     draft, d2t = pair.draft()
-    assert dataclasses.replace(pair, prompts=[torch.ones(230, dtype=torch.long)]).decode(draft, d2t).lossless
+    assert decode_speculatively(pair.target, draft, d2t, [torch.ones(230, dtype=torch.long)]).lossless
     firsts = [plain_decoding(pair.target, prompt, new_tokens=1).tokens[0] for prompt in pair.prompts]
     monkeypatch.setattr(pair.target.model.generation_config, "eos_token_id", firsts)
     with pytest.raises(UserError, match="ends all 4 conversations with their first token"):
-        pair.decode(draft, d2t)
+        decode_speculatively(pair.target, draft, d2t, pair.prompts)
 
 
 def test_a_target_with_a_recurrent_state_is_refused(pair):

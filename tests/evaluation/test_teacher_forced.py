@@ -64,7 +64,7 @@ def test_every_verification_of_decoding_accepts_what_the_pass_over_the_text_says
     for prompt in random_prompts(6):
         forced = accepted_drafts(draft, d2t, written_text(target, prompt, NEW_TOKENS), STEPS)
         assert len(forced) == NEW_TOKENS - STEPS
-        output = speculative_greedy(target, draft, d2t, prompt, draft_tokens=STEPS, new_tokens=NEW_TOKENS)
+        output = speculative_greedy(target, draft, d2t, prompt, STEPS)
         place = 0
         for verification in output.verifications:
             if place < len(forced):
@@ -92,9 +92,7 @@ def test_a_held_out_measurement_counts_the_tokens_and_verifications_of_decoding_
     # Where target and draft are sure, sampling accepts what greedy decoding does.
     assert torch.equal(distilled.sampled[plan.supervised].round().bool(), distilled.correct[plan.supervised])
     counts = count_chains(stream, plan, distilled.correct, [512], topology.sequence)
-    decoded = [
-        speculative_greedy(target, draft, d2t, prompt, draft_tokens=STEPS, new_tokens=NEW_TOKENS) for prompt in prompts
-    ]
+    decoded = [speculative_greedy(target, draft, d2t, prompt, STEPS) for prompt in prompts]
     assert counts.verifications.tolist() == [sum(len(output.verifications) for output in decoded)]
     assert counts.tokens.tolist() == [len(prompts) * (NEW_TOKENS - 1)] and counts.length > 1.1
 

@@ -64,25 +64,24 @@ def counted(*accepted: int, drafts: int = 3, verdict: str | None = "identical") 
 
 
 def speculative_greedy(
-    target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor, prompt: Tensor, *, draft_tokens: int, new_tokens: int
+    target: TransformersTarget,
+    draft: Eagle3Draft,
+    d2t: Tensor,
+    prompt: Tensor,
+    draft_tokens: int = DRAFT_TOKENS,
+    new_tokens: int = NEW_TOKENS,
 ) -> SpeculativeOutput:
     drafter = ChainDrafter(draft, d2t, len(prompt) + new_tokens)
     return speculative(target, drafter, prompt, Greedy(), draft_tokens=draft_tokens, new_tokens=new_tokens)
 
 
 def decode_speculatively(
-    target: TransformersTarget,
-    draft: Eagle3Draft,
-    d2t: Tensor,
-    prompts: list[Tensor],
-    *,
-    draft_tokens: int,
-    new_tokens: int,
-    **options,
+    target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor, prompts: list[Tensor], **options
 ) -> SpeculativeResult:
-    drafter = chain_drafter(target, draft, d2t)
-    decoded = decode_conversations(target, drafter, prompts, Decoding(draft_tokens, new_tokens), **options)
-    return SpeculativeResult.over(decoded)
+    decoding = Decoding(DRAFT_TOKENS, NEW_TOKENS)
+    return SpeculativeResult.over(
+        decode_conversations(target, chain_drafter(target, draft, d2t), prompts, decoding, **options)
+    )
 
 
 def export_trained(
