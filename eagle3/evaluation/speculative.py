@@ -25,8 +25,6 @@ from eagle3.planning.costs import Timing
 from eagle3.targets.facts import require_no_state
 from eagle3.targets.transformers import TransformersTarget
 
-CANDIDATES = 8  # how many of the best logits plain decoding keeps per position, to tell a tie from a mismatch
-
 
 class SpeculativeOutput(NamedTuple):
     """Speculative output for one conversation."""
@@ -42,9 +40,7 @@ class PlainOutput(NamedTuple):
     """Output of plain decoding for one conversation."""
 
     tokens: list[int]  # N new tokens
-    candidates: Tensor  # [N, C] int64: the best tokens of each position, best first
-    logits: Tensor  # [N, C] fp32: their logits
-    resolution: Tensor  # [N] fp32: logits closer than this are a tie (see `tie_resolution`)
+    ties: list[set[int]]  # for each position, the tokens whose logits are the best within rounding
     seconds: float  # of N - 1 steps by `_now`, without the prefill
 
 
@@ -129,19 +125,18 @@ def plain_decoding(
     """Decode up to `new_tokens` tokens after prompt [P], stopping after an EOS, one token per forward. `rule` draws
     each token; default: greedily."""
     ends, session = end_tokens(target), TargetSession(target, can_forget=False)
-    row, tokens, candidates, seconds = prompt.to(target.device), [], [], []
+    row, tokens, ties, seconds = prompt.to(target.device), [], [], []
     while len(tokens) < new_tokens and ends.isdisjoint(tokens[-1:]):
         began = _now(target.device)
         logits = session.forward(row, rows=1)
         row = (rule or Greedy()).draw(logits).tokens
         tokens += row.tolist()
         seconds.append(_now(target.device) - began)
-        best = logits[0].float().topk(min(CANDIDATES, logits.shape[1]))
         # A model that converts its logits to a wider dtype does not make them more exact.
-        rounded = logits[0].to(target.head.embedding.dtype)
-        candidates.append((best.indices, best.values, tie_resolution(rounded, len(target.layers))))
-    kept = (torch.stack(column).cpu() for column in zip(*candidates, strict=True))
-    return PlainOutput(tokens, *kept, seconds=sum(seconds[1:]))
+        resolution = tie_resolution(logits[0].to(target.head.embedding.dtype), len(target.layers))
+        near = logits[0].float() >= logits[0].float().max() - resolution
+        ties.append({*near.nonzero()[:, 0].tolist()})
+    return PlainOutput(tokens, ties, sum(seconds[1:]))
 
 
 def tie_resolution(logits: Tensor, layers: int) -> Tensor:
@@ -258,15 +253,14 @@ def decode_conversations(
 def compare(tokens: Sequence[int], plain: PlainOutput) -> Verdict:
     """Compare speculative output with plain output.
 
-    The first difference is a tie if plain decoding gave the speculative token a logit within `resolution` of the best.
+    The first difference is a tie if plain decoding gave the speculative token a logit within rounding of the best.
     After a tie both texts are equally right, so the rest is not compared. Anything else is a mismatch, including a
     different length.
     """
     verdict, first = first_difference(tokens, plain.tokens)
     if verdict:
         return verdict
-    near = plain.logits[first] >= plain.logits[first, 0] - plain.resolution[first]
-    return "tie" if tokens[first] in plain.candidates[first][near].tolist() else "mismatch"
+    return "tie" if tokens[first] in plain.ties[first] else "mismatch"
 
 
 def first_difference(tokens: Sequence[int], plain: Sequence[int]) -> tuple[Verdict | None, int]:

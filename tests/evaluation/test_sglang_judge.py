@@ -39,6 +39,7 @@ from eagle3.evaluation.speculative import (
     chain_drafter,
     decode_conversations,
     plain_decoding,
+    tie_resolution,
 )
 from eagle3.targets.sglang.asking import ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
@@ -312,15 +313,17 @@ def test_equal_outputs_are_identical_and_a_shorter_one_is_a_mismatch(decoded):
 
 def test_another_token_is_a_tie_within_rounding_only(decoded):
     """Rounding is assumed to be twice, and half, the distance of the second-best token from the best."""
-    prompt, plain = decoded.prompts[0], decoded.own_plain[0]
-    place = 5
-    other = [*plain.tokens[:place], int(plain.candidates[place, 1]), *plain.tokens[place + 1 :]]
-    gap = float(plain.logits[place, 0] - plain.logits[place, 1])
-    one_layer = float(plain.resolution[place]) / LOGITS.layers**0.5  # in fp32 it grows as the square root of layers
+    prompt, plain, place = decoded.prompts[0], decoded.own_plain[0], 5
+    text = torch.cat((prompt, torch.tensor(plain.tokens[:place])))
+    with torch.no_grad():
+        logits = decoded.target.model(text[None], use_cache=False).logits[0, -1]
+    (best, second), (_, token) = logits.topk(2)
+    other = [*plain.tokens[:place], int(token), *plain.tokens[place + 1 :]]
+    gap = float(best - second)
+    one_layer = float(tie_resolution(logits, 1))  # in fp32 it grows as the square root of layers
     for times, verdict in ((0.5, "mismatch"), (2.0, "tie")):
-        layers = round((times * gap / one_layer) ** 2)
-        logits = LOGITS._replace(layers=layers)
-        assert compare_by_server(decoded.plain, prompt, other, plain.tokens, logits) == verdict
+        facts = LOGITS._replace(layers=round((times * gap / one_layer) ** 2))
+        assert compare_by_server(decoded.plain, prompt, other, plain.tokens, facts) == verdict
 
 
 def test_an_answer_without_room_is_refused(decoded):

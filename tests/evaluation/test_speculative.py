@@ -300,8 +300,6 @@ def test_equal_logits_are_a_tie_and_other_differences_a_mismatch(pair):
         token = plain.tokens[place]
         rest = [1] * (23 - place)
         assert compare([*plain.tokens[:place], token ^ 128, *rest], plain) == "tie"
-        third = int(plain.candidates[place, 2])
-        assert compare([*plain.tokens[:place], third, *rest], plain) == "mismatch"
         assert compare([*plain.tokens[:place], (token ^ 128) ^ 1, *rest], plain) == "mismatch"
     assert compare(plain.tokens, plain) == "identical"
     assert compare(plain.tokens[:-1], plain) == "mismatch"
@@ -356,7 +354,8 @@ def test_a_model_that_widens_its_logits_is_trusted_no_further():
     widened = as_target(WidenedLogits(LlamaConfig(**SHAPE)), torch.bfloat16)
     plain = as_target(tiny_llama(), torch.bfloat16)
     outputs = [plain_decoding(target, random_prompts(1)[0], new_tokens=4) for target in (widened, plain)]
-    assert outputs[0].tokens == outputs[1].tokens and torch.equal(outputs[0].resolution, outputs[1].resolution)
+    assert outputs[0].tokens == outputs[1].tokens and outputs[0].ties == outputs[1].ties
+    assert max(map(len, outputs[0].ties)) > 1, "so that a finer resolution would tell"
 
 
 def test_an_export_brings_its_own_embedding_or_takes_the_targets(pair, tmp_path):
