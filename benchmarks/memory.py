@@ -137,13 +137,14 @@ def _planned_on_gpu(kind: str, recompute: str) -> float:
     import torch
 
     from eagle3.objective.model import MemoryPlan
+    from eagle3.planning.fitting import PlannedStream
     from eagle3.planning.memory import step_bytes
-    from eagle3.planning.step import Planned, RankShare, Sizes
+    from eagle3.planning.step import Planned
 
     planned, lengths = Planned(draft_of_8b(1), STEPS, torch.bfloat16, memory=MemoryPlan(recompute)), (2**16, 2**17)
     shares = [1.0 if kind == "supervised" else 256 / tokens for tokens in lengths]
     sizes = [
-        step_bytes(planned, RankShare.expected(tokens, share, Sizes())).total()
+        step_bytes(planned, PlannedStream(tokens, 1, share).share(planned)).total()
         for tokens, share in zip(lengths, shares, strict=True)
     ]
     return (sizes[1] - sizes[0]) / (lengths[1] - lengths[0])

@@ -24,15 +24,22 @@ class PlannedStream:
     spans: int = 1  # runs of supervised tokens per document
 
     def share(self, planned: Planned) -> RankShare:
-        return RankShare.expected(
-            self.tokens,
-            self.supervised,
-            planned.sizes,
-            self.documents,
-            planned.draft.window,
-            self.spans,
-            planned.query_selection,
-        )
+        """The share to expect of one rank, if all tokens are different and the last part of each document or span is
+        supervised."""
+        sizes, window, supervised, spans = planned.sizes, planned.draft.window, self.supervised, self.spans
+        longest, teacher = math.ceil(self.tokens / self.documents), math.ceil(self.tokens * supervised / sizes.sequence)
+        if planned.query_selection == "all":
+            supervised, spans = 1.0, 1
+        counting, reach = longest * supervised, longest if window is None else min(window, longest)
+        clipped = max(0.0, counting - (longest - reach))  # queries with a window cut off by the document's start
+        pairs = round(self.documents * (counting * reach - clipped**2 / 2))
+        # Each run of supervised tokens needs the keys of a window before it.
+        queries, keys = self.tokens * supervised, min(self.tokens, self.documents * (counting + spans * reach))
+        mine, shared = math.ceil(queries / sizes.sequence), math.ceil(keys / sizes.sequence)
+        # Rows that are both keys and queries of a rank, counted on the first Ulysses rank, which has the fewest.
+        both = max(0, queries - (sizes.ulysses - 1) * (keys - queries)) / sizes.sequence / sizes.ring
+        rows = round(shared + mine - both)
+        return RankShare(shared, mine, teacher, rows, longest, pairs, rows)
 
     def needs(self, planned: Planned) -> int:
         """Bytes that one rank needs to train on this stream."""

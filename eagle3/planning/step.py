@@ -47,38 +47,6 @@ class RankShare(NamedTuple):
     pairs: int  # visible keys, summed over all queries of the whole stream
     tokens: int  # different tokens that follow its keys and queries
 
-    @classmethod
-    def expected(
-        cls,
-        tokens: int,
-        supervised: float,
-        sizes: Sizes,
-        documents: int = 1,
-        window: int | None = None,
-        spans: int = 1,
-        query_selection: QuerySelection = "supervised",
-    ) -> "RankShare":
-        """The expected share of a stream with `tokens` tokens, all different, in `documents` documents of equal length.
-        The last part of each document is supervised.
-
-        supervised: that part's fraction of the document.
-        window: most keys that a query sees.
-        spans: number of runs of supervised tokens in a document. Each run needs the keys of a window before it.
-        query_selection: which rows are unrolled.
-        """
-        longest, teacher = math.ceil(tokens / documents), math.ceil(tokens * supervised / sizes.sequence)
-        if query_selection == "all":
-            supervised, spans = 1.0, 1
-        counting, reach = longest * supervised, longest if window is None else min(window, longest)
-        clipped = max(0.0, counting - (longest - reach))  # queries with a window cut off by the document's start
-        pairs = round(documents * (counting * reach - clipped**2 / 2))
-        queries, keys = tokens * supervised, min(tokens, documents * (counting + spans * reach))
-        mine, shared = math.ceil(queries / sizes.sequence), math.ceil(keys / sizes.sequence)
-        # Rows that are both keys and queries of a rank, counted on the first Ulysses rank, which has the fewest.
-        both = max(0, queries - (sizes.ulysses - 1) * (keys - queries)) / sizes.sequence / sizes.ring
-        rows = round(shared + mine - both)
-        return cls(shared, mine, teacher, rows, longest, pairs, rows)
-
 
 @dataclass(frozen=True)
 class Planned:

@@ -14,7 +14,7 @@ from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.planning.fitting import PlannedStream, best_layout, layouts, longest_context
 from eagle3.planning.memory import engine_bytes, rank_bytes
-from eagle3.planning.step import Planned, RankShare, Sizes, Weights, sent_bytes, step_flops
+from eagle3.planning.step import Planned, Sizes, Weights, sent_bytes, step_flops
 
 DRAFT = draft_config(heads=8, kv_heads=4, head_dim=16)
 
@@ -173,7 +173,9 @@ def test_each_span_of_a_document_costs_a_window_of_keys(ulysses, ring):
     tokens, spans, window = 8192, 4, 256
     mask = torch.arange(tokens) % (tokens // spans) >= tokens // spans * 3 // 4
     stream = Stream.pack([torch.zeros(tokens, dtype=torch.long)], [mask], "reference")
-    expected = RankShare.expected(tokens, 0.25, Sizes(1, ulysses, ring), window=window, spans=spans)
+    draft = dataclasses.replace(DRAFT, window=window)
+    planned = Planned(draft, 7, torch.float32, Sizes(1, ulysses, ring))
+    expected = PlannedStream(tokens, 1, 0.25, spans).share(planned)
     sharding = SequenceSharding(ulysses, ring)
     plans = [plan_sequence(stream, 7, sharding, rank, window) for rank in range(ulysses * ring)]
     shares = [share_of(plan, stream) for plan in plans]
@@ -204,9 +206,10 @@ def test_weights_are_counted_as_the_module_has_them(topology):
 
 
 def test_recomputing_costs_flops_and_saves_bytes_and_more_ranks_divide_both():
-    share = RankShare.expected(8192, 1.0, Sizes())
+    stream = PlannedStream(8192, 1, 1.0)
     modes = ("none", "attention_kept", "full")
     by_mode = [Planned(DRAFT, 7, torch.bfloat16, memory=MemoryPlan(mode)) for mode in modes]
+    share = stream.share(by_mode[0])
     flops = [step_flops(each, share) for each in by_mode]
     assert flops[0].model == flops[1].model == flops[2].model == flops[0].executed
     assert flops[0].executed < flops[1].executed < flops[2].executed
@@ -214,7 +217,7 @@ def test_recomputing_costs_flops_and_saves_bytes_and_more_ranks_divide_both():
     assert totals[0] > totals[1] > totals[2]
     assert not sent_bytes(by_mode[2], share).total()
     four = Planned(DRAFT, 7, torch.bfloat16, Sizes(1, 2, 2), memory=MemoryPlan("full"))
-    quarter = RankShare.expected(8192, 1.0, four.sizes)
+    quarter = stream.share(four)
     assert step_flops(four, quarter).model == pytest.approx(flops[0].model / 4, rel=0.02)
     assert engine_bytes(four)["optimiser"] == pytest.approx(engine_bytes(by_mode[0])["optimiser"] / 4, rel=0.01)
     assert sent_bytes(four, quarter).total() > 0
