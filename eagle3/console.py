@@ -242,21 +242,17 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
-def data_size(count: float) -> str:
+def data_size(count: float, base: int = 1000, units: Sequence[str] = ("kB", "MB", "GB", "TB")) -> str:
     """For example `512 bytes`, `3.3 MB`, `12.4 GB`: powers of 1000, for disks and transfers."""
-    return _size(count, 1000, ("kB", "MB", "GB", "TB"))
-
-
-def memory_size(count: float) -> str:
-    """For example `512 bytes`, `3.1 MiB`, `11.5 GiB`: powers of 1024."""
-    return _size(count, 1024, ("KiB", "MiB", "GiB", "TiB"))
-
-
-def _size(count: float, base: int, units: tuple[str, ...]) -> str:
     for power in range(len(units), 0, -1):
         if count >= base**power:
             return f"{count / base**power:,.1f} {units[power - 1]}"
     return f"{count:.0f} bytes"
+
+
+def memory_size(count: float) -> str:
+    """For example `512 bytes`, `3.1 MiB`, `11.5 GiB`: powers of 1024."""
+    return data_size(count, 1024, ("KiB", "MiB", "GiB", "TiB"))
 
 
 def duration(seconds: float) -> str:

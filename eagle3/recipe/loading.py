@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from eagle3.errors import SharedUserError, shown
-from eagle3.parsing import DEEPEST, parse_yaml
+from eagle3.parsing import parse_yaml
 from eagle3.recipe.data import FORMS, Source
 from eagle3.recipe.schema import Recipe
 from eagle3.recipe.section import Section
@@ -105,8 +105,6 @@ def apply_override(values: dict, override: str) -> None:
             f"command line: {shown(override)} has no value; write {key:.100}=VALUE, or {key:.100}=null for none"
         )
     *sections, name = key.split(".")
-    if len(sections) > DEEPEST:
-        raise SharedUserError(f"command line: {shown(override)} has {len(sections)} sections; write section.key=value")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
