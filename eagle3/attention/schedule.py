@@ -1,7 +1,8 @@
 """Cuts the attention of any queries to any keys of a stream into dense blocks. Positions decide, not layouts."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -88,14 +89,9 @@ class PrefixSchedule:
         return replace(self, query_rows=change(self.query_rows), key_rows=change(self.key_rows))
 
 
-def overlap(pieces: Iterable[Piece]) -> bool:
+def overlap(pieces: Sequence[Piece]) -> bool:
     """Whether a query is in more than one of the pieces, so that their outputs have to be merged."""
-    reached = 0
-    for piece in pieces:
-        if piece.queries.start < reached:
-            return True
-        reached = piece.queries.stop
-    return False
+    return any(after.queries.start < before.queries.stop for before, after in pairwise(pieces))
 
 
 def schedule_prefix(
@@ -165,7 +161,7 @@ class _Cutter:
         cuts = (firsts.diff() != 0) | (queries.diff() > block)
         bounds = [0, *(cuts.nonzero().flatten() + 1).tolist(), len(queries)]
         reach = torch.searchsorted(queries, queries + span).tolist()
-        for begin, end in zip(bounds, bounds[1:], strict=False):
+        for begin, end in pairwise(bounds):
             while begin < end:
                 last = min(begin + block, end, reach[begin])
                 yield start + begin, start + last
@@ -215,7 +211,7 @@ def _stretches(queries: Tensor, firsts: Tensor) -> Iterator[tuple[int, int, bool
     one document. All queries between two of those are one stretch."""
     bounds = [0, *(((firsts.diff() != 0) | (queries.diff() != 1)).nonzero().flatten() + 1).tolist(), len(queries)]
     open_start = 0
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         if stop - start >= BAND_QUERIES:
             if open_start < start:
                 yield open_start, start, False
