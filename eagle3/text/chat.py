@@ -17,7 +17,7 @@ import numpy as np
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from eagle3.text.conversations import REASONING_KEYS, Conversation
-from eagle3.text.rendered_text import AddedToken, turn_spans, turns_of
+from eagle3.text.rendered_text import AddedToken, any_of, turn_spans, turns_of
 from eagle3.text.template import (
     GENERATION,
     Choices,
@@ -30,7 +30,6 @@ from eagle3.text.template import (
     with_marks,
 )
 
-NEVER = "(?!)"  # matches nothing
 PRIVATE_USE = range(0xE000, 0xF900)
 THINKING = re.compile("think|thought", re.IGNORECASE)  # what names and words that open a think block contain
 MOST_TOKENS_OF_A_CHARACTER = 8  # more than the four bytes of one, as tokens may straddle characters
@@ -84,8 +83,7 @@ def encode_conversation(
     template = choose_template(tokenizer, chat_template, conversation.tools, conversation.origin)
     render = renderer(tokenizer, template, conversation, choices)
     contents = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
-    longest_first = sorted(filter(None, contents.values()), key=len, reverse=True)
-    added_tokens = re.compile("|".join(map(re.escape, longest_first)) or NEVER)
+    added_tokens = sorted(filter(None, contents.values()), key=len, reverse=True)
     if conversation.messages is None:
         text = conversation.text
         ids, offsets = _with_offsets(tokenizer, text)
@@ -112,7 +110,7 @@ def _added_tokens(text: str, ids: np.ndarray, offsets: np.ndarray, contents: dic
 
 
 def _talk_spans(
-    messages: list[dict], template: str, render: Render, added_tokens: re.Pattern, supervise: str
+    messages: list[dict], template: str, render: Render, added_tokens: list[str], supervise: str
 ) -> tuple[str, list[Span]]:
     """The rendered messages, and the spans of the assistant's turns in them."""
     count = sum(message["role"] == "assistant" for message in messages)
@@ -191,11 +189,9 @@ def _marked_spans(text: str, marked_text: str, begin: str, end: str) -> list[Spa
     if marked_text.replace(begin, "").replace(end, "") != text:
         raise Unusable("the chat template changes what its {% generation %} blocks print")
     marks = re.findall(f"[{begin}{end}]", marked_text)
-    if any(mark != expected for mark, expected in zip(marks, cycle((begin, end)), strict=False)):
-        raise Unusable("the chat template nests its {% generation %} blocks")
+    if len(marks) < 2 or any(mark != expected for mark, expected in zip(marks, cycle((begin, end)), strict=False)):
+        raise Unusable("the chat template prints no {% generation %} block, or one inside another")
     positions = list(accumulate(map(len, re.split(f"[{begin}{end}]", marked_text))))  # in `text`: each mark, the end
-    if len(marks) < 2:
-        raise Unusable("the chat template prints no {% generation %} block")
     return list(zip(positions[:-1:2], positions[1:-1:2], strict=False))
 
 
@@ -205,14 +201,15 @@ def _marked_spans(text: str, marked_text: str, begin: str, end: str) -> list[Spa
 class _Chat:
     """A conversation, its rendering `text`, and what is needed to compare renderings.
 
-    added: matches the tokenizer's added tokens
+    added_tokens: the tokenizer's, longest first; added: matches each of them
     marks: two characters that do not occur in the text
     marked: the messages with their contents between the marks. An assistant's content, which may hold reasoning that
         the template moves, is replaced by the marks alone.
     """
 
-    def __init__(self, messages: list[dict], text: str, render: Render, added: re.Pattern) -> None:
-        self.messages, self.text, self.render, self.added = messages, text, render, added
+    def __init__(self, messages: list[dict], text: str, render: Render, added_tokens: list[str]) -> None:
+        self.messages, self.text, self.render = messages, text, render
+        self.added_tokens, self.added = added_tokens, any_of(added_tokens)
         begin, end = self.marks = _unused(text)
         self.marked = [
             {"role": "assistant", "content": begin + end}
@@ -259,7 +256,7 @@ class _Chat:
         return first == second != "" and not shown.startswith(prompt)
 
 
-def _assistant_spans(messages: list[dict], text: str, render: Render, added_tokens: re.Pattern) -> list[Span]:
+def _assistant_spans(messages: list[dict], text: str, render: Render, added_tokens: list[str]) -> list[Span]:
     """The spans of all assistant turns except one that opens the conversation."""
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant" and index > 0]
     if not turns:
@@ -323,7 +320,7 @@ def _prefix_region(chat: _Chat, index: int) -> Region:
     versions = (message, without_reasoning, {**without_reasoning, "content": ""})
     for version in versions if prefix.startswith(history) and opening else ():
         rendering = chat.render([*chat.messages[:index], version]).rstrip()
-        if chat.text.startswith(rendering) and re.search(rf"({chat.added.pattern})\Z", rendering):
+        if rendering.endswith(tuple(chat.added_tokens)) and chat.text.startswith(rendering):
             for start in starts:
                 if rendering.startswith(prefix[:start]):
                     return Region(start, len(rendering), direct=True, closing=None)

@@ -183,13 +183,13 @@ def _conversation(origin: str, row: Any) -> Conversation:
 
 
 def _require(value: Any, kind: type, key: str, where: str = "") -> None:
-    """Raises Malformed if the value is not an instance of `kind`. where: prefix of the key in the message"""
+    """Raises MalformedRow if the value is not an instance of `kind`. where: prefix of the key in the message"""
     if not isinstance(value, kind):
         raise MalformedRow(f"{key}: not {KIND_NAMES[kind]}", f"{where}{key} is {shown(value)}, not {KIND_NAMES[kind]}")
 
 
 def _alpaca_turns(row: dict) -> list[dict]:
-    """A row of the Alpaca form as ShareGPT's turns; `input` may be missing or empty. Raises Malformed."""
+    """A row of the Alpaca form as ShareGPT's turns; `input` may be missing or empty. Raises MalformedRow."""
     for key in ("instruction", "input", "output"):
         _require(row.get(key) or "", str, key)
     if row.get("history"):
@@ -199,7 +199,7 @@ def _alpaca_turns(row: dict) -> list[dict]:
 
 
 def _message(where: str, message: Any) -> dict:
-    """Convert a message to OpenAI's form, reasoning and tool calls included. Other keys stay. Raises Malformed."""
+    """Convert a message to OpenAI's form, reasoning and tool calls included. Other keys stay. Raises MalformedRow."""
     _require(message, dict, "message", where)
     role_key, content_key = ("from", "value") if "from" in message and "role" not in message else ("role", "content")
     name = message.get(role_key)
@@ -220,7 +220,7 @@ def _message(where: str, message: Any) -> dict:
 
 
 def _content(where: str, content: Any) -> str:
-    """The text of a content, which may be in parts. Raises Malformed."""
+    """The text of a content, which may be in parts. Raises MalformedRow."""
     if not isinstance(content, list):
         content = [{"type": "text", "text": content}]
     for part in content:
@@ -230,7 +230,7 @@ def _content(where: str, content: Any) -> str:
 
 
 def _reasoning(where: str, message: dict) -> str | None:
-    """The message's reasoning, whichever of the known keys it is under. Raises Malformed."""
+    """The message's reasoning, whichever of the known keys it is under. Raises MalformedRow."""
     values = {key: message[key] for key in REASONING_KEYS if message.get(key)}
     for key, value in values.items():
         _require(value, str, key, where)
@@ -243,7 +243,7 @@ def _reasoning(where: str, message: dict) -> str | None:
 
 def _parsed(key: str, value: Any, where: str = "") -> Any:
     """Parse the value if it is a JSON string, as Parquet files often store data that has no fixed columns. Raises
-    Malformed."""
+    MalformedRow."""
     if not isinstance(value, str):
         return value
     try:
@@ -256,7 +256,7 @@ def _parsed(key: str, value: Any, where: str = "") -> Any:
 
 def _tool_call(where: str, call: Any) -> dict:
     """Convert a call so that its arguments are an object, as chat templates and serving engines expect. In OpenAI's
-    form they are a JSON string. Raises Malformed."""
+    form they are a JSON string. Raises MalformedRow."""
     _require(call, dict, "call", where)
     if isinstance(call.get("function"), dict):
         outer, inner = call, call["function"]
@@ -272,7 +272,7 @@ def _tool_call(where: str, call: Any) -> dict:
 
 def _tools(tools: Any) -> list | None:
     """Convert tool schemas to the form that serving engines pass to the template:
-    `{"type": "function", "function": {...}}`. Raises Malformed."""
+    `{"type": "function", "function": {...}}`. Raises MalformedRow."""
     tools = _parsed("tools", tools) or []
     _require(tools, list, "tools")
     return [_tool(_parsed("tools", tool)) for tool in tools] or None

@@ -60,7 +60,7 @@ class SampleEncoder:
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None  # Jinja source; None for the tokenizer's own
     max_length: int  # tokens
-    # If a sample is too long: "truncate" cuts it, "split" cuts a text into several, the others give a Problem.
+    # If a sample is too long: "truncate" cuts it, "split" cuts a text into several, the others give an EncodingProblem.
     too_long: Literal["stop", "drop", "truncate", "split"] = "stop"
     unusable: Literal["stop", "drop"] = "stop"  # samples without a mask
     malformed: Literal["stop", "drop"] = "stop"  # rows that cannot be read

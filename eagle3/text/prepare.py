@@ -55,7 +55,7 @@ class Summary:
     tokens: int
     supervised: int
     dropped: dict[str, int] = field(default_factory=dict)  # number of dropped rows, by reason
-    # "malformed" or the Problem's kind, by reason.
+    # "malformed" or the EncodingProblem's kind, by reason.
     kinds: dict[str, str] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)  # origin of the first row dropped, by reason
     # Answers of the kept samples with nothing but special tokens and white space to supervise.
@@ -160,7 +160,7 @@ def prepare_samples(
         _tell_unshown(contents, encoder, report)
         with replacing_folder(folder, resumable=True) as unfinished:
             again = Contents(rules)
-            rows = again.of(read(malformed=MalformedRows(True, malformed.setting)))
+            rows = again.of(read(malformed=MalformedRows(drop=True)))
             summary = _write(unfinished, rows, contents, encoder, workers, report)
             if again.key != contents.key:
                 raise Unresumable(f"{', '.join(sources)}: changed while it was being read; start again")

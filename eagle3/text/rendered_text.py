@@ -35,8 +35,14 @@ class Turns(NamedTuple):
     ends: frozenset[str]
 
 
-def turns_of(render: Render, token: re.Pattern) -> Turns:
-    """Find out how a template delimits turns. token: matches the tokenizer's added tokens. Raises Unusable."""
+def any_of(tokens: Sequence[str]) -> re.Pattern:
+    """Matches each of the tokens; if one begins with another, the one that is named first."""
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def turns_of(render: Render, added_tokens: Sequence[str]) -> Turns:
+    """Find out how a template delimits turns. added_tokens: the tokenizer's, longest first. Raises Unusable."""
+    token = any_of(added_tokens)
     question, answer = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
     after_question = _between(render([question], generation_prompt=True), QUESTION)
     user_end = _common_pieces(after_question, _between(render([question]), QUESTION), token)

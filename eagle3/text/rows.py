@@ -1,4 +1,4 @@
-"""Read the rows of .json, .jsonl and .parquet files, each with its origin; a row that cannot be read is `Malformed`.
+"""Read the rows of .json, .jsonl and .parquet files, each with its origin; a row that cannot be read is `MalformedRow`.
 
 Malformed rows are counted by reason, and either listed in one error or left out.
 """
@@ -87,7 +87,7 @@ def by_reason(counts: Counter[str]) -> str:
 def first_readable(
     rows: Iterable[tuple[str, Any]], parse: Callable[[str, Any], Row], limit: int | None
 ) -> Iterator[tuple[str, Row | MalformedRow]]:
-    """Yield (origin, result) for each row. The result is what `parse` returns, or the Malformed that it raises.
+    """Yield (origin, result) for each row. The result is what `parse` returns, or the MalformedRow that it raises.
 
     Ends after the `limit`-th readable row, or when there are no more rows.
     """
@@ -104,7 +104,7 @@ def first_readable(
 
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (origin, row or Malformed) for each row of a file whose suffix is one of KINDS. Raises OSError, and
+    """Yield (origin, row or MalformedRow) for each row of a file whose suffix is one of KINDS. Raises OSError, and
     UserError if its rows cannot be separated."""
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
@@ -134,7 +134,7 @@ def _line_rows(path: Path, lines: BinaryIO) -> Iterator[tuple[str, Any]]:
 
 
 def _value(text: bytes) -> Any:
-    """Parse JSON. Returns the value, or Malformed if the text is not valid."""
+    """Parse JSON. Returns the value, or MalformedRow if the text is not valid."""
     try:
         return parse_json(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:

@@ -143,13 +143,9 @@ def choose_template(
 ) -> str:
     """The Jinja source to use: `chat_template`, or the tokenizer's own for conversations with these tools. Raises
     UserError if there is none."""
-    if chat_template is None and not tokenizer.chat_template:
-        raise UserError(
-            f"{origin}: the row has messages but the tokenizer has no chat template; name one with data.chat_template"
-        )
     try:
         return tokenizer.get_chat_template(chat_template, tools)
-    except ValueError as error:  # the tokenizer has several, and none is the default
+    except ValueError as error:  # the tokenizer has none, or several of which none is the default
         raise UserError(f"{origin}: {error!s:.200}; name a template with data.chat_template") from error
 
 
