@@ -60,43 +60,46 @@ def read_facts(name: str, revision: str | None = None, trust_remote_code: bool =
     Builds the model without its weights; with trust_remote_code, the checkpoint's own code builds it, if there is any.
     Raises UserError if transformers has no such causal language model.
     """
-    values, root_config = config_values(name, revision), whole_config(name, revision, trust_remote_code)
-    config = root_config.get_text_config(decoder=True)
-    known_classes = {
-        _plain(name)
-        for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-        for name in names.values()
-    }
-    assumed = _assumed(values, root_config)
-    if len(assumed) == len(NEEDED):
-        raise UserError(
-            f"target {name!r}: its config.json gives none of the sizes of its language model; name the folder of a "
-            "complete checkpoint"
+    with readable(name, "config"):
+        values, root_config = config_values(name, revision), whole_config(name, revision, trust_remote_code)
+        config = root_config.get_text_config(decoder=True)
+        known_classes = {
+            _plain(name)
+            for names in (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+            for name in names.values()
+        }
+        assumed = _assumed(values, root_config)
+        if len(assumed) == len(NEEDED):
+            raise UserError(
+                f"target {name!r}: its config.json gives none of the sizes of its language model; name the folder of a "
+                "complete checkpoint"
+            )
+        architecture = (values.get("architectures") or [None])[0]
+        own_code = trust_remote_code and "AutoModelForCausalLM" in (values.get("auto_map") or {})
+        model_config = root_config if own_code or type(root_config) in MODEL_FOR_CAUSAL_LM_MAPPING else config
+        if not own_code and (
+            type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+            or (architecture and _plain(architecture) not in known_classes)
+        ):
+            raise UserError(
+                f"target {name!r}: {architecture or type(config).__name__} is not a causal language model of "
+                "transformers; choose a decoder-only target with an lm_head (docs/new-model.md says what it must have)"
+            )
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=own_code)
+        quantization = next(
+            (part["quantization_config"] for part in _parts(values) if part.get("quantization_config")), {}
         )
-    architecture = (values.get("architectures") or [None])[0]
-    own_code = trust_remote_code and "AutoModelForCausalLM" in (values.get("auto_map") or {})
-    model_config = root_config if own_code or type(root_config) in MODEL_FOR_CAUSAL_LM_MAPPING else config
-    if not own_code and (
-        type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        or (architecture and _plain(architecture) not in known_classes)
-    ):
-        raise UserError(
-            f"target {name!r}: {architecture or type(config).__name__} is not a causal language model of transformers; "
-            "choose a decoder-only target with an lm_head (docs/new-model.md says what it must have)"
+        return TargetFacts(
+            architecture or type(model).__name__,
+            config,
+            model.num_parameters(),
+            sum(weight.numel() for part, weight in model.named_parameters() if "experts" in part.split(".")),
+            model.num_parameters() * _bytes_a_weight(quantization),
+            _quantises_head(quantization),
+            decoder_layers(model) is not None,
+            assumed,
         )
-    with readable(name, "model class"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=own_code)
-    quantization = next((part["quantization_config"] for part in _parts(values) if part.get("quantization_config")), {})
-    return TargetFacts(
-        architecture or type(model).__name__,
-        config,
-        model.num_parameters(),
-        sum(weight.numel() for part, weight in model.named_parameters() if "experts" in part.split(".")),
-        model.num_parameters() * _bytes_a_weight(quantization),
-        _quantises_head(quantization),
-        decoder_layers(model) is not None,
-        assumed,
-    )
 
 
 def recurrent_layers(config: PretrainedConfig) -> list[int]:
