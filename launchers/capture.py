@@ -10,7 +10,7 @@ from eagle3.console import Console, is_first_rank, printable, tell, waiting
 from eagle3.errors import SharedUserError, run_command
 from eagle3.jobs.gate import Gate
 from eagle3.parallel.sizes import check_sizes, launched
-from eagle3.preflight.inputs import require_inputs, require_servers, require_store_place, require_weights
+from eagle3.preflight.inputs import require_inputs, require_servers, require_store_place
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.store.files import is_url, open_files
@@ -128,9 +128,7 @@ def check(options: argparse.Namespace, recipe: Recipe) -> None:
             "--repair writes one"
         )
     captures = not (options.verify or options.print_server)
-    require_inputs(recipe)
-    if captures:
-        require_weights(recipe.model.target)
+    require_inputs(recipe, weights=captures)
     here = captures and not options.check  # after --check, the capture may run on other machines
     if recipe.target.backend == "sglang" and here and not recipe.target.servers:
         require_sglang("let transformers run the target: target.backend=transformers", recipe.target.allow_untested)

@@ -14,7 +14,7 @@ from eagle3.console import Console, is_first_rank, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.hub import draft_folder, require_folder
 from eagle3.planning.gpus import DEFAULT_GPU, GPUS
-from eagle3.preflight.inputs import require_export, require_inputs, require_prompts_file, require_weights
+from eagle3.preflight.inputs import require_export, require_inputs, require_prompts_file
 from eagle3.preflight.result_file import require_result_place, write_result
 from eagle3.recipe.loading import apply_override, checked_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
@@ -128,7 +128,6 @@ def check(options: argparse.Namespace, recipe: Recipe, draft: str, out: Path) ->
     if Path(draft).is_dir():
         require_export(Path(draft))
     require_inputs(recipe)
-    require_weights(recipe.model.target)
 
 
 if __name__ == "__main__":

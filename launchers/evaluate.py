@@ -19,7 +19,7 @@ from eagle3.draft.config import draft_digest, read_draft_config
 from eagle3.errors import UserError, run_command
 from eagle3.jobs.gate import require_chain
 from eagle3.planning.gpus import DEFAULT_GPU, GPUS
-from eagle3.preflight.inputs import prompt_files, require_export, require_inputs, require_weights
+from eagle3.preflight.inputs import prompt_files, require_export, require_inputs
 from eagle3.preflight.result_file import require_result_place, write_result
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import MOST_KEYS, Recipe
@@ -42,7 +42,6 @@ def main() -> int:
     check(options, recipe, draft)
     tree = tree_of(options, recipe) if options.engine == "sglang" else None
     require_inputs(recipe)
-    require_weights(recipe.model.target)
     require_result_place(out)
     digest = draft_digest(draft)
     console = Console(is_first_rank(), options.quiet)

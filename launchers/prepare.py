@@ -21,7 +21,7 @@ def main() -> None:
     recipe = load_recipe(options.recipe, options.overrides)
     console = Console(speaks=True, quiet=options.quiet)
     console(f"recipe: {options.recipe}")
-    require_inputs(recipe)
+    require_inputs(recipe, weights=False)
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         import torch
 

@@ -14,7 +14,7 @@ from eagle3.console import Console, is_first_rank, tell, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.jobs.gate import Gate
 from eagle3.parallel.sizes import check_sizes, launched, read_job_size
-from eagle3.preflight.inputs import require_inputs, require_servers, require_store, require_weights
+from eagle3.preflight.inputs import require_inputs, require_servers
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.training.claim import holder_of
@@ -131,9 +131,6 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     continues = False
     if is_first_rank():
         require_inputs(recipe)
-        require_weights(recipe.model.target)
-        if recipe.hidden_states.mode == "stored":
-            require_store(recipe.hidden_states.path)
         continues = folder.check(recipe, resume)
         if recipe.hidden_states.mode == "live" and not options.check:  # with --check, servers may start with the job
             require_servers(recipe.target.servers)

@@ -16,7 +16,7 @@ from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, demo_target
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
-from eagle3.jobs.derived import aux_layers_of, shape_draft, vocabulary_size
+from eagle3.jobs.derived import aux_layers_of, config_of, shape_draft, vocabulary_size
 from eagle3.parallel.topology import agreed, every_core
 from eagle3.recipe.data import Source
 from eagle3.recipe.schema import Recipe
@@ -104,14 +104,15 @@ def find_target(recipe: Recipe, device: torch.device, say: Say, *, make: bool = 
     make: train the demo target if it is not in the cache; False for judging, since a draft needs the target that it was
     trained for
     """
-    model, template = recipe.model, recipe.data.chat_template
+    model, template, config = recipe.model, recipe.data.chat_template, config_of(recipe)
+    # Refuse impossible sizes before anything is made or read.
+    aux_layers_of(recipe, config)
+    if model.draft.vocabulary is None and model.draft.init_from is None:
+        vocabulary_size(model.draft, config.vocab_size)
     target = str(_demo(recipe, device, say, make)) if model.target == "demo" else model.target
     with waiting(say, f"reading the tokenizer of {target}"):
         tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
     config = target_config(target, revision=model.revision, trust_remote_code=model.trust_model_code)
-    if model.draft.vocabulary is None and model.draft.init_from is None:
-        # Refuse an impossible size before reading any data.
-        vocabulary_size(model.draft, config.vocab_size)
     return KnownTarget(recipe, target, config, tokenizer, read_template(template) if template else None)
 
 

@@ -1,31 +1,29 @@
 """Checks the files that a recipe reads, before any import that takes seconds."""
 
-import json
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
+from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.durable import require_access
-from eagle3.errors import SharedUserError, UserError, shown
+from eagle3.errors import SharedUserError, UserError
 from eagle3.hub import require_folder, require_no_draft
-from eagle3.parsing import parse_json
+from eagle3.parsing import read_json_object
 from eagle3.recipe.loading import leaves
-from eagle3.recipe.schema import Model, Recipe
-from eagle3.states.store.files import LocalFiles, is_url, no_store
-from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
+from eagle3.recipe.schema import Recipe
+from eagle3.states.store.files import is_url
 from eagle3.targets.sglang.asking import ServerInfo, reported
 from eagle3.text.conversations import dataset_of
 from eagle3.text.rows import KINDS
 from eagle3.text.template import check_variables, read_template
 
 OUTPUTS = ("output.dir", "data.cache_dir")  # paths that a run writes
-# Every checkpoint with a tokenizer has one of these.
+# Every checkpoint with a tokenizer has one of these; without, transformers would create one that has no tokens.
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
 # Includes pickled weights, which are refused later, when they are read.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
+ABSENT = "copy it there from where the rest comes from"
 
 
 def files_of(recipe: Recipe) -> dict[str, Path]:
@@ -45,17 +43,19 @@ def inputs_of(recipe: Recipe) -> dict[str, str]:
     return {key: str(path) for key, path in paths.items()}
 
 
-def require_inputs(recipe: Recipe) -> None:
-    """Raises UserError if data, files or a target folder that the recipe names are missing, or if the draft's config,
-    draft vocabulary, layers or chat template cannot be valid. Names that may be on the hub, and the contents of a
-    target, are checked later by the code that reads them."""
-    _require_target(recipe.model)
+def require_inputs(recipe: Recipe, *, weights: bool = True) -> None:
+    """Raises UserError if data, files or a target folder that the recipe names are missing, or if the draft's config or
+    chat template cannot be valid. Names that may be on the hub, and the contents of a target, are checked later by the
+    code that reads them.
+
+    weights: whether the target's weights are needed; then its weight files must be there, and open
+    """
+    if recipe.model.target != "demo":
+        _require_target(recipe.model.target, weights)
     for key, name in inputs_of(recipe).items():
         if key.startswith(("data.train", "data.held_out")) and not name.startswith("demo_answers"):
             dataset_of(name)
     for key, path in files_of(recipe).items():
-        if key == "model.draft.init_from" and not path.is_dir():
-            raise SharedUserError(f"{key}: {path}: no such folder; name the export of a run")
         if key != "model.draft.init_from" and not path.is_file():
             raise SharedUserError(f"{key}: {path}: no such file; fix the path")
     draft, data = recipe.model.draft, recipe.data
@@ -67,30 +67,25 @@ def require_inputs(recipe: Recipe) -> None:
         check_variables(read_template(data.chat_template), data.template_variables)
 
 
-def require_weights(target: str) -> None:
-    """Raises UserError if a target's folder has no weights, or has a weight file that cannot be opened."""
+def _require_target(target: str, weights: bool) -> None:
+    require_folder(target)
     folder = Path(target)
-    if target != "demo" and folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in WEIGHT_FILES):
-        raise SharedUserError(
-            f"target '{folder}': no weights in this folder (model.safetensors, or several with an index); copy them "
-            "there"
-        )
-    for file in sorted(folder.glob("*.safetensors")) if target != "demo" else ():
+    if not folder.is_dir():
+        return
+    require_no_draft(target, read_json_object(folder / "config.json", ABSENT, ABSENT, SharedUserError))
+    needed = {"tokenizer (tokenizer.json, for example)": TOKENIZER_FILES}
+    if weights:
+        needed["weights (model.safetensors, or several with an index)"] = WEIGHT_FILES
+    for part, patterns in needed.items():
+        if not any(any(folder.glob(pattern)) for pattern in patterns):
+            raise SharedUserError(f"target '{folder}': no {part} in this folder; {ABSENT}")
+    for file in sorted(folder.glob("*.safetensors")) if weights else ():
         require_access(file)
         try:
             with safe_open(file, "np"):
                 pass
         except SafetensorError as error:
             raise SharedUserError(f"{file}: {error} (cut off, or a git-lfs pointer); download it again") from error
-
-
-def require_store(path: str) -> None:
-    """Raises UserError for a folder without a store. Problems with a damaged store, or with one on the network, are
-    reported only when that store is opened."""
-    if not is_url(path) and not any(
-        name.startswith(("shard-", "store.json")) for name in LocalFiles(Path(path)).names()
-    ):
-        raise no_store(path)
 
 
 def require_store_place(path: str) -> None:
@@ -126,18 +121,13 @@ def require_export(draft: Path, option: str = "--draft ") -> DraftConfig:
 
 def prompt_files(values: Sequence[str]) -> dict[str, Path]:
     """The file of each prompt set, by the set's name: from [NAME=]FILE each, where NAME defaults to the file's stem. A
-    value that is the path of a file is no NAME=FILE. Raises UserError for a name that is empty or taken, and like
+    value that is the path of a file is no NAME=FILE. Raises UserError for a name that is taken, and like
     `require_prompts_file`."""
     files: dict[str, Path] = {}
     for value in values:
         name, equals, path = value.partition("=")
         if not equals or Path(value).exists():
             name, path = Path(value).stem, value
-        name = name.strip()
-        if not name or not name.isprintable():
-            raise UserError(
-                f"--prompts {shown(value)}: the set has no name that can be shown; write --prompts NAME=FILE"
-            )
         require_prompts_file(Path(path), value)
         if name in files:
             raise UserError(
@@ -153,36 +143,3 @@ def require_prompts_file(file: Path, value: str | None = None) -> None:
     if not (file.is_file() and file.suffix in (*KINDS, ".txt")):
         problem = "is not a file of such a kind" if file.exists() else "no such file"
         raise UserError(f"--prompts {value or file}: {problem}; name a .jsonl, .json, .parquet or .txt file")
-
-
-def _require_target(model: Model) -> None:
-    size, layers = model.demo.vocab_size, model.demo.layers
-    if model.target != "demo":
-        size, layers = _sizes_of(model.target)
-    if size and not (model.draft.vocabulary or model.draft.init_from):
-        drafted_tokens(model.draft.vocab_size, size)
-    if layers and not model.draft.config:
-        check_aux_layers(model.aux_layers or default_aux_layers(layers), layers)
-
-
-def _sizes_of(target: str) -> tuple[int | None, int | None]:
-    """The target's vocabulary size and number of layers. A number is None unless a local config.json has it in the
-    usual place. Raises UserError if the target is a draft, or a folder that is not there or lacks something."""
-    require_folder(target)
-    folder, sizes = Path(target), (None, None)
-    with suppress(FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError, AttributeError):
-        values = parse_json((folder / "config.json").read_bytes())
-        require_no_draft(target, values)  # a draft has no tokenizer, either
-        values = values.get("text_config", values)
-        sizes = tuple(x if type(x) is int else None for x in map(values.get, ("vocab_size", "num_hidden_layers")))
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise SharedUserError(
-            f"target '{folder}': no config.json in this folder; copy it from where the weights come from"
-        )
-    # transformers would create a tokenizer without tokens
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
-        raise SharedUserError(
-            f"target '{folder}': no tokenizer in this folder (tokenizer.json, for example); copy it from where the "
-            "weights come from"
-        )
-    return sizes

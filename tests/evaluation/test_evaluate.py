@@ -282,12 +282,8 @@ def test_a_prompt_set_is_called_as_the_user_says_or_as_its_file_is(tmp_path, mon
     assert prompt_files(["c=a=b.jsonl"]) == {"c": Path("a=b.jsonl")}
     Path("a=b.jsonl").unlink()
     assert prompt_files(["a=b.jsonl"]) == {"a": Path("b.jsonl")}
-    for taken in (["mt.jsonl", "mt=b.jsonl"], ["mt=mt.jsonl", " mt =b.jsonl"]):
-        with pytest.raises(UserError, match=r"=b.jsonl: mt.jsonl is called 'mt' too; .* --prompts NAME=b.jsonl$"):
-            prompt_files(taken)
-    for nameless in ("=mt.jsonl", " =mt.jsonl", "", "a\nb=mt.jsonl"):
-        with pytest.raises(UserError, match="^--prompts '.*': the set has no name .*; write --prompts NAME=FILE$"):
-            prompt_files([nameless])
+    with pytest.raises(UserError, match=r"=b.jsonl: mt.jsonl is called 'mt' too; .* --prompts NAME=b.jsonl$"):
+        prompt_files(["mt.jsonl", "mt=b.jsonl"])
 
 
 def test_what_is_no_draft_is_not_checked(refused, tmp_path, target):
