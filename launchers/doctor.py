@@ -80,7 +80,7 @@ def findings(
 ) -> Iterator["Finding"]:
     """Runs the checks and yields their findings. Collective: every rank goes through all of them, in this order. Checks
     that may leave a link broken come last; golden cases, which need all links, only if none has failed (`states`)."""
-    from eagle3.jobs import doctor
+    from eagle3.jobs import doctor, verify
     from eagle3.packages import PACKAGES
     from eagle3.preflight import bandwidth, machine, places, sameness
 
@@ -103,7 +103,7 @@ def findings(
     yield from outcomes(doctor.check_kernels, cluster, topology, recipe)
     yield from outcomes(bandwidth.check_all_reduce, cluster, topology.device, 2 * PATIENCE)
     if "failed" not in states:
-        yield from outcomes(doctor.check_golden, cluster, ROOT / "tests" / "golden", deepspeed, recipe.parallelism)
+        yield from outcomes(verify.check_golden, cluster, ROOT / "tests" / "golden", deepspeed, recipe.parallelism)
 
 
 def outcomes(check: Callable[..., "Finding | Iterator[Finding]"], *arguments: Any) -> Iterator["Finding"]:

@@ -137,8 +137,7 @@ def run(recipe: Recipe, options: argparse.Namespace, stop: StopSignals) -> int:
     if not options.check:
         console(f"recipe: {options.recipe}; output.dir: {recipe.output.dir}")
     with waiting(console, "loading PyTorch and DeepSpeed"), slow_imports(options.quiet):
-        from eagle3.jobs.layout import check_layout
-        from eagle3.jobs.train import train
+        from eagle3.jobs.train import check_layout, train
         from eagle3.parallel.topology import start_distributed, stop_distributed
         from eagle3.reporting.report import write_up
 

@@ -1,9 +1,8 @@
-"""What doctor.py computes: whether a job's kernels agree with the definition, and golden cases through the engine with
-the stored reference, in the job's own layout."""
+"""What doctor.py finds out about a job's draft: whether its kernels agree with the definition, and how large a
+checkpoint is."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -12,7 +11,6 @@ from eagle3.draft.config import DraftConfig
 from eagle3.errors import UserError
 from eagle3.jobs.derived import config_of, shape_draft
 from eagle3.jobs.gate import require_divisible
-from eagle3.jobs.verify import NOT_IN_BFLOAT16, read_case, read_tensors, relative_errors, run_case, tolerance
 from eagle3.kernels.choice import (
     NONE_RIGHT,
     OPTIONAL,
@@ -23,12 +21,11 @@ from eagle3.kernels.choice import (
     fastest,
     parsed,
 )
-from eagle3.kernels.proof import KernelDemand, raised
-from eagle3.parallel.sequence import SequenceSharding
-from eagle3.parallel.topology import Topology, start_distributed
-from eagle3.preflight.cluster import Cluster, Finding, Flaw
+from eagle3.kernels.proof import KernelDemand
+from eagle3.parallel.topology import Topology
+from eagle3.preflight.cluster import Cluster, Finding
 from eagle3.preflight.places import checkpoint_bytes
-from eagle3.recipe.schema import Parallelism, Recipe
+from eagle3.recipe.schema import Recipe
 
 FLASH4_ADVICE = 'not installed; up to twice as fast as 2: pip install -e ".[flash4]" -c constraints/cuda.txt'
 
@@ -82,52 +79,3 @@ def _draft(recipe: Recipe) -> DraftConfig | None:
         return shape_draft(recipe, config_of(recipe))
     except UserError:
         return None  # training will report the reason in full
-
-
-def check_golden(cluster: Cluster, folder: Path, deepspeed_file: Path, sizes: Parallelism) -> Iterator[Finding]:
-    """A finding for fp32 and one for bf16: the golden cases in the folder, through the engine in this layout.
-    Collective."""
-    cases = sorted(path.parent.name for path in folder.glob("*/expected.safetensors"))
-    if not cases or any(each != cases for each in cluster.gather(cases)):
-        yield Finding("golden cases", "note", f"not run, because {folder} is not on every node")
-        return
-    try:
-        topology = start_distributed(sizes.tensor, sizes.ulysses, sizes.ring)
-    except UserError as error:  # as on every rank
-        raise Flaw("golden cases", str(error), "change parallelism, or start as many processes") from error
-    for dtype in (torch.float32, torch.bfloat16):
-        name = f"golden cases in {str(dtype).removeprefix('torch.')}"
-        left_out = NOT_IN_BFLOAT16 if dtype == torch.bfloat16 else ()
-        try:
-            shares = {
-                case: _share_of_bound(folder / case, topology, dtype, deepspeed_file, sizes)
-                for case in cases
-                if case not in left_out
-            }
-        except UserError as error:  # as on every rank: the cases' heads cannot be divided like this
-            yield Finding(name, "note", f"not run in this layout ({error})")
-            return
-        except Exception as error:  # by a kernel, a driver, a link
-            raise Flaw(name, raised(error), "look at the kernels above, and at nvidia-smi") from error
-        found = ", ".join(f"{case} {share:.1%}" for case, share in shares.items())
-        yield _judged(name, f"errors in this layout, of what is allowed: {found}", max(shares.values()), dtype)
-
-
-def _judged(name: str, found: str, worst: float, dtype: torch.dtype) -> Finding:
-    """In bfloat16 rounding alone takes nine tenths of what is allowed, so a little more is left for a person to
-    judge."""
-    if worst <= 1:
-        return Finding(name, "ok", found)
-    if dtype == torch.bfloat16 and worst <= 1.5:
-        return Finding(name, "note", f"{found}; rounding the weights alone takes up to 90%")
-    return Finding(name, "failed", found, "do not train here; launchers/verify.py tells which tensors are wrong")
-
-
-def _share_of_bound(
-    case: Path, topology: Topology, dtype: torch.dtype, deepspeed_file: Path, sizes: Parallelism
-) -> float:
-    """The largest error of a golden case's tensors, as a share of what is allowed."""
-    expected, sharding = read_tensors(case / "expected.safetensors"), SequenceSharding(sizes.ulysses, sizes.ring)
-    steps = len(expected["ploss"])
-    actual = run_case(read_case(case), topology, steps, dtype, deepspeed_file, sharding, sizes.ring_mode)
-    return max(error / tolerance(name, dtype) for name, error in relative_errors(actual, expected).items())

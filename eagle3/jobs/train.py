@@ -17,6 +17,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
+from eagle3.jobs.derived import config_of, shape_draft
 from eagle3.jobs.description import describe_run
 from eagle3.jobs.evaluate import held_out_prompts, judge, judgement_record, texts_of
 from eagle3.jobs.gate import Gate, require_servers_named
@@ -28,6 +29,7 @@ from eagle3.kernels.choice import Choice, choose_kernels
 from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.model import BatchMaker, DraftObjective
 from eagle3.parallel.sequence import SequenceSharding
+from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.parallel.topology import Topology, agreed, gathered, node_name
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.patches import NormLimit
@@ -327,11 +329,18 @@ def _export(job: Job, run: _Run, step: int, draft: Eagle3Draft) -> None:
 
 
 def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finish) -> bool:
-    """Check and judge the export as the recipe says. Returns whether speculative decoding was lossless."""
+    """Check and judge the export as the recipe says. Returns whether speculative decoding was lossless.
+    Raises UserError if SGLang would not serve the export correctly; the files stay."""
     folder, console = run.folder, run.console
     try:
         if job.recipe.output.check_export:
-            _check(folder.export, console)
+            try:
+                with waiting(console, "asking SGLang whether it takes the export"):
+                    console(f"export check: {check_export(folder.export)}")
+            except NotInstalled:
+                console("export check: not made: SGLang is not installed (launchers/evaluate.py --check makes it)")
+            except NotChecked as reason:
+                console.warn(str(reason))
         if not job.recipe.evaluation.conversations:
             return True
         judgement = judge(job.inputs, target, folder.export, run.topology, console)
@@ -343,14 +352,45 @@ def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finis
         finish(folder.path, console)
 
 
-def _check(exported: Path, console: Console) -> None:
-    """Check the export by loading it in SGLang. Raises UserError if SGLang would not serve it correctly; the files
-    stay."""
+# The check before a job ------------------------------------------------------------------------------------------
+
+
+def check_layout(gate: Gate, deepspeed_file: Path, job: str) -> str:
+    """Describe the layout of the gate's recipe on this job in one line. Warns of what may stop the job, or could not be
+    checked. Raises UserError if the recipe does not fit the job.
+
+    job: `NxP`, i.e. N nodes with P processes each
+    """
+    recipe, warn = gate.recipe, gate.warn
+    (nodes, processes), sizes = read_job_size(job), recipe.parallelism
+    data = check_sizes("parallelism", sizes.tensor, sizes.ulysses, sizes.ring, nodes * processes)
+    gate.know(nodes=nodes, processes=processes)
+    samples = deepspeed_config(deepspeed_file, recipe.training, data)["train_micro_batch_size_per_gpu"]
+    if recipe.hidden_states.mode == "stored":
+        gate.know(store=open_files(recipe.hidden_states.path))
     try:
-        with waiting(console, "asking SGLang whether it takes the export"):
-            message = check_export(exported)
-        console(f"export check: {message}")
-    except NotInstalled:
-        console("export check: not made, because SGLang is not installed (launchers/evaluate.py --check makes it)")
-    except NotChecked as reason:
-        console.warn(str(reason))
+        config = config_of(recipe)
+    except UserError as mistake:
+        if Path(recipe.model.target).is_dir():
+            raise
+        # The job's nodes may reach the hub.
+        warn(f"the target was not read, so neither the draft nor its layout was checked against it ({mistake})")
+    else:
+        gate.know(config=config)
+        shape = shape_draft(recipe, config)
+        gate.know(draft=shape)
+        if recipe.data.max_length > shape.max_position_embeddings:
+            warn(
+                f"data.max_length: {recipe.data.max_length}, but the draft only reaches "
+                f"{shape.max_position_embeddings} (max_position_embeddings): a sample that is longer ends the job"
+            )
+        if recipe.hidden_states.mode == "stored" and Path(recipe.model.target).is_dir():
+            gate.know(known=find_target(recipe, torch.device("cpu"), say=lambda line: None))
+    needed = sizes.tensor * sizes.ulysses * sizes.ring
+    crosses = "crosses nodes" if nodes > 1 and processes % needed else "inside a node"
+    return (
+        f"{nodes} node{'s' * (nodes > 1)} of {processes} process{'es' * (processes > 1)}: tensor {sizes.tensor} x "
+        f"ulysses {sizes.ulysses} inside a node, ring {sizes.ring} {crosses}, data {data}; "
+        f"{recipe.training.global_batch_size} samples a step, {samples} in each of {data} x "
+        f"{recipe.training.accumulation} streams"
+    )

@@ -13,7 +13,7 @@ from tiny_run import finish, launch, write_recipe
 
 from eagle3.errors import UserError
 from eagle3.jobs.gate import Gate
-from eagle3.jobs.layout import check_layout
+from eagle3.jobs.train import check_layout
 from eagle3.recipe.loading import load_recipe
 
 
