@@ -16,15 +16,13 @@ from eagle3.durable import writing
 from eagle3.jobs.derived import store_encoding
 from eagle3.jobs.job import Job, start_target
 from eagle3.jobs.provenance import capture_record, provenance, store_provenance
-from eagle3.jobs.sglang_engine import SGLangEngine
-from eagle3.jobs.target_probe import own_probe
+from eagle3.jobs.sglang_engine import SGLangEngine, own_probe
 from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import KernelDemand
 from eagle3.parallel.topology import Topology, agreed, gathered
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import ShareCourse, Wanted, capture, capture_arriving, prefill_batches, require_disk
-from eagle3.states.rows import Rows
 from eagle3.states.store.check import check_store, remove_flawed
 from eagle3.states.store.folder import MANIFEST
 from eagle3.states.store.writer import CapturePart, StoreWriter
@@ -96,30 +94,17 @@ def fill(
             if any(gathered(bool(missing))):
                 expected = gathered(agreed(lambda: own_probe(job, console), topology.is_first))[0]
             own = [missing[sample_id] for sample_id in alone.of(samples) if sample_id in missing]
-            _capture_by_sglang(job, own, writer, expected, topology, console, watchdog)
+            if own:
+                watchdog.at("starting SGLang")
+                engine = SGLangEngine(job, console).capturing(writer.encoding, expected, topology.batch.size())
+                with engine as target, watchdog.watching():
+                    course = ShareCourse(len(own), sum(one.tokens for one in own), console, watchdog.at)
+                    capture_arriving(target, own, writer, course)
         else:
             _capture_here(job, samples, writer, (alone, together), topology, console, watchdog)
     watchdog.at("the end of its share")
     dist.barrier()
     console.result(f"{path}: {'complete' if part.count == 1 else f'this share of {part.count} is complete'}")
-
-
-def _capture_by_sglang(
-    job: Job,
-    samples: list[Wanted],
-    writer: StoreWriter,
-    expected: Rows | None,
-    topology: Topology,
-    console: Console,
-    watchdog: Watchdog,
-) -> None:
-    if not samples:
-        return
-    watchdog.at("starting SGLang")
-    engine = SGLangEngine(job, console)
-    with engine.capturing(writer.encoding, expected, topology.batch.size()) as target, watchdog.watching():
-        course = ShareCourse(len(samples), sum(one.tokens for one in samples), console, watchdog.at)
-        capture_arriving(target, samples, writer, course)
 
 
 def _capture_here(

@@ -75,7 +75,14 @@ def judge(
     conversations = counted(len(prompts), "prompt" if files else "held-out conversation")
     if tree is not None:
         console(f"decoding {conversations} by SGLang")
-        judgement = _judge_served(inputs.known, exported, tree, decoding, prompts, sets, console)
+        decoded, same_load, conditions = _serve(inputs.known, exported, tree, decoding, prompts, console)
+        judgement = Judgement.over(
+            decoded,
+            conditions.seed,
+            **vars(conditions),
+            same_load=same_load,
+            sets=over_sets(sets, decoded, conditions.seed, console),
+        )
     else:
         try:
             target = target or target_of(inputs.known, read_exported(exported), topology, console)
@@ -143,9 +150,14 @@ def judge_contexts(
     target = target_of(inputs.known, draft, topology, console) if tree is None else None
 
     def judge_with(decoding: Decoding, buckets: Mapping[int, Sequence[Tensor]]) -> ContextJudgement:
-        if target is None:
-            return _serve_contexts(inputs.known, exported, tree, decoding, buckets, console)
-        return judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
+        if target is not None:
+            return judge_by_context(exported, target, buckets, topology.modules_alone, decoding, console)
+        prompts = [*chain(*buckets.values())]
+        console(f"decoding {counted(len(prompts), 'prompt')} of {counted(len(buckets), 'context')} by SGLang")
+        served, _, conditions = _serve(inputs.known, exported, tree, decoding, prompts, console)
+        conversations = iter(served)
+        decoded = {context: [*islice(conversations, len(its))] for context, its in buckets.items()}
+        return ContextJudgement.over(decoded, conditions, decoding.new_tokens, console)
 
     judgements = []
     for window in (decoding.window, *windows):
@@ -179,22 +191,6 @@ def best_rates(
         BestRate(context, choices[context], rates[context], judged[context].rate, plain[context])
         for context in sorted(rates)
     ]
-
-
-def _serve_contexts(
-    known: KnownTarget,
-    exported: Path,
-    tree: DraftTree,
-    decoding: Decoding,
-    buckets: Mapping[int, Sequence[Tensor]],
-    console: Console,
-) -> ContextJudgement:
-    prompts = [*chain(*buckets.values())]
-    console(f"decoding {counted(len(prompts), 'prompt')} of {counted(len(buckets), 'context')} by SGLang")
-    served, _, conditions = _serve(known, exported, tree, decoding, prompts, console)
-    conversations = iter(served)
-    decoded = {context: [*islice(conversations, len(its))] for context, its in buckets.items()}
-    return ContextJudgement.over(decoded, conditions, decoding.new_tokens, console)
 
 
 def with_pay_offs(
@@ -258,26 +254,6 @@ def texts_of(inputs: Inputs, files: Mapping[str, Path]) -> str:
     """The texts of a judgement in words: the prompt sets' files, without their paths, or the held-out samples."""
     own = f"{len(inputs.held_out):,} held-out samples of {int(inputs.held_out.lengths.sum()):,} tokens"
     return ", ".join(file.name for file in files.values()) or own
-
-
-def _judge_served(
-    known: KnownTarget,
-    exported: Path,
-    tree: DraftTree,
-    decoding: Decoding,
-    prompts: Sequence[Tensor],
-    sets: Mapping[str, int],
-    console: Console,
-) -> Judgement:
-    """`judge`, by SGLang. sets: number of prompts of each prompt set, in order."""
-    conversations, same_load, conditions = _serve(known, exported, tree, decoding, prompts, console)
-    return Judgement.over(
-        conversations,
-        conditions.seed,
-        **vars(conditions),
-        same_load=same_load,
-        sets=over_sets(sets, conversations, conditions.seed, console),
-    )
 
 
 def _serve(

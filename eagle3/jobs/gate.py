@@ -204,6 +204,15 @@ def divides_among_ranks(recipe: Recipe, draft: DraftConfig) -> None:
     require_divisible(draft, recipe.parallelism.tensor, recipe.parallelism.ulysses)
 
 
+def has_the_targets_width(draft: DraftConfig, config: "PretrainedConfig") -> None:
+    """The draft uses the target's embedding."""
+    if draft.hidden_size != config.hidden_size:
+        raise SharedUserError(
+            f"model.draft.hidden_size: {draft.hidden_size}, but the target's embedding, which the draft uses, has "
+            f"{config.hidden_size}; leave it out"
+        )
+
+
 def can_be_served_by_sglang(draft: DraftConfig, config: "PretrainedConfig", warn: Say) -> None:
     last = config.num_hidden_layers - 1
     if draft.aux_layers[-1] == last and last > 2:  # a target of three layers leaves no other choice
@@ -226,5 +235,6 @@ OF_TRAINING: tuple[Callable[..., None], ...] = (
     can_be_judged,
     starts_from_such_a_draft,
     divides_among_ranks,
+    has_the_targets_width,
     can_be_served_by_sglang,
 )

@@ -186,11 +186,6 @@ def _build_draft(job: Job, head: TargetHead, topology: Topology) -> Eagle3Draft:
     settings = job.recipe.model.draft
     torch.manual_seed(job.recipe.training.seed)
     draft = Eagle3Draft(job.shape, topology.modules, torch.float32)
-    if head.embedding.shape[1] != job.shape.hidden_size:
-        raise UserError(
-            f"recipe: model.draft.hidden_size is {job.shape.hidden_size} but the target's embedding has "
-            f"{head.embedding.shape[1]}; the draft uses that embedding: leave hidden_size out"
-        )
     with torch.no_grad():
         draft.embedding.weight.copy_(shard(head.embedding, draft.embedding.weight, topology.tensor))
         if settings.lm_head == "target":

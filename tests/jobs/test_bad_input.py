@@ -365,7 +365,7 @@ def test_a_warm_start_that_is_missing_or_damaged_is_named(recipe, topology, targ
     [
         (["model.draft.vocab_size=5000"], "^model.draft.vocab_size: 5000 .*set it between 1 and "),
         (["model.aux_layers=[1, 2, 5]"], r"^model.aux_layers: \[1, 2, 5\] .*5 layers"),
-        (["model.draft.hidden_size=64"], "model.draft.hidden_size is 64.*32.*leave hidden_size out"),
+        (["model.draft.hidden_size=64"], "model.draft.hidden_size: 64.*32; leave it out"),
         (["model.draft.num_key_value_heads=3"], "num_key_value_heads 3.*model.draft"),
         (["model.draft.rope_parameters={rope_type: magic}"], "'magic'.*yarn"),
         (["model.draft.rope_parameters={rope_type: yarn}"], "'yarn' needs factor"),
