@@ -30,6 +30,8 @@ from eagle3.states.store.folder import FORMAT
 from eagle3.targets.checkpoint import target_config
 from eagle3.text.conversations import read_conversations
 
+WEIGHTS, CUT_OFF = "model.safetensors", r"cut off, or a git-lfs pointer\); download it again"
+
 
 @pytest.fixture
 def recipe(tmp_path, target):
@@ -47,16 +49,18 @@ def runs(recipe):
     return {str(path): path.read_bytes() if path.is_file() else None for path in files}
 
 
-def complaint(recipe, topology, *overrides, deepspeed=ZERO2, resume=False):
-    """Train's message about the mistake. Asserts that the run folders are as before."""
-    before = runs(recipe)
+@pytest.fixture
+def refused(recipe, topology):
+    """Asserts that train refuses some overrides with a message of this pattern, and leaves the run folders as they
+    were."""
 
-    def work():
-        train(load_recipe(recipe, list(overrides)), deepspeed, topology, "yes" if resume else "no")
+    def require_refusal(pattern, *overrides, deepspeed=ZERO2, resume="no"):
+        before = runs(recipe)
+        message = refusal(lambda: train(load_recipe(recipe, list(overrides)), deepspeed, topology, resume))
+        assert re.search(pattern, message), message
+        assert runs(recipe) == before
 
-    message = refusal(work)
-    assert runs(recipe) == before
-    return message
+    return require_refusal
 
 
 def refusal(action, *arguments):
@@ -84,7 +88,6 @@ def write_rows(recipe, rows, name="conversations.jsonl"):
         ("training.learning_rat=1", ["training.learning_rat:", "value 1", "did you mean training.learning_rate?"]),
         ("model.draft.vocabsize=9", ["model.draft.vocabsize:", "value 9", "did you mean model.draft.vocab_size?"]),
         ("trainning.epochs=3", ["trainning:", "did you mean training?"]),
-        ("hidden_state.mode=live", ["hidden_state:", "did you mean hidden_states?"]),
         ("training.profile.strat=3", ["training.profile.strat:", "value 3", "did you mean training.profile.start?"]),
         ("training.optimiser=adam", ["training.optimiser:", "unknown key", "train.py --print-recipe shows all keys"]),
         ("memory.recompute=on", ["memory.recompute (value true)", "'none', 'attention_kept' or 'full'"]),
@@ -92,12 +95,9 @@ def write_rows(recipe, rows, name="conversations.jsonl"):
         ("training=3", ["training (value 3): is a section; write training={key: value}, or its keys below it"]),
         ("training.betas=[0.9]", ["training.betas.1: missing"]),
         ("training.ttt_steps=seven", ["training.ttt_steps", "'seven'", "integer"]),
-        ("training.ttt_steps=2.5", ["training.ttt_steps", "2.5", "integer"]),
         ("training.ttt_steps=null", ["training.ttt_steps", "null", "integer"]),
         ("training.loss=mse", ["training.loss", "'mse'", "'kl', 'lk_alpha' or 'lk_lambda'"]),
         ("data.train=chats.jsonl", ["data.train", "'chats.jsonl'", "list"]),
-        ("data.train.0=a", ["data.train.0", "train is not a section"]),
-        ("training=fast", ["training", "'fast'"]),
         ("output.dir=", ["output.dir=", "has no value", "output.dir=null for none"]),
         ("hidden_states.mode=stored", ["hidden_states", "path is not set", "capture.py"]),
         ("parallelism.ulysses=0", ["parallelism.ulysses", "value 0", "greater than or equal to 1"]),
@@ -134,55 +134,31 @@ def test_a_file_that_is_no_recipe_is_named(tmp_path, content, expected):
 
 
 def test_a_missing_recipe_is_named(tmp_path):
-    for path, what in ((tmp_path / "nowhere.yaml", "no such recipe"), (tmp_path, "is a folder, not a recipe")):
-        with pytest.raises(UserError, match=f"^{path}: {what}; name a YAML file with --recipe"):
-            load_recipe(path)
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n{}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"rows.jsonl: is data, not a recipe; name it in one, as data.train="):
-        load_recipe(rows)
+    for path, what in (
+        (tmp_path / "nowhere.yaml", "no such recipe; name a YAML file with --recipe"),
+        (tmp_path, "is a folder, not a recipe; name a YAML file with --recipe"),
+        (rows, "is data, not a recipe; name it in one, as data.train="),
+    ):
+        with pytest.raises(UserError, match=f"^{path}: {what}"):
+            load_recipe(path)
 
 
 # Data -----------------------------------------------------------------------------------------------------------------
 
 
-def test_data_that_cannot_be_read_is_named(recipe, topology):
-    absent = recipe.parent / "absent.jsonl"
-    assert complaint(recipe, topology, f"data.train=[{absent}]").startswith(f"{absent}: no such file or folder")
-    assert complaint(recipe, topology, f"data.held_out=[{absent}]").startswith(f"{absent}: no such file or folder")
-    absent = recipe.parent / "absent.jinja"
-    assert complaint(recipe, topology, f"data.chat_template={absent}").startswith(f"{absent}: cannot be read")
+def test_data_that_cannot_be_read_is_named(refused, recipe):
+    absent = recipe.parent / "absent"
+    for key in ("train", "held_out"):
+        refused(f"^{absent}: no such file or folder", f"data.{key}=[{absent}]")
+    refused(f"^{absent}: cannot be read", f"data.chat_template={absent}")
     data = write_rows(recipe, [])
-    assert complaint(recipe, topology).startswith(f"{data}: holds no rows; give data")
+    refused(f"^{data}: holds no rows; give data")
     data.write_text('{"messages": []}\n{"messages": [\n', encoding="utf-8")
-    assert complaint(recipe, topology).startswith(f"{data}:")
+    refused(f"^{data}:")
     write_rows(recipe, [*conversations(2), {"prompt": "no form that is known"}])
-    assert complaint(recipe, topology).startswith(f"{data}:3: ")
-
-
-def test_a_sample_without_an_assistant_turn_stops_the_run_with_the_remedy(recipe, topology):
-    """test_launchers.py drops and counts it."""
-    silent, rows = {"messages": [{"role": "user", "content": "Is anybody there?"}]}, conversations(12)
-    data = write_rows(recipe, [*rows[:5], silent, *rows[5:], silent])
-    message = complaint(recipe, topology)
-    assert message.startswith(f"{data}:6: no assistant turn; 2 samples have such a problem; ")
-    assert "data.unusable=drop" in message
-
-
-def test_a_long_sample_stops_is_dropped_or_is_truncated(recipe, topology):
-    rows = conversations(12)
-    rows[3]["messages"][1]["content"] *= 20
-    data = write_rows(recipe, rows)
-    message = complaint(recipe, topology, "data.max_length=200")
-    assert message.startswith(f"{data}:4: longer than 200 tokens (") and "data.max_length" in message
-    assert "data.too_long=drop" in message and "data.too_long=truncate" in message
-
-    for policy, count, account in (("drop", 11, "1 dropped: longer than 200 tokens"), ("truncate", 12, "1 truncated")):
-        lines, changed = [], load_recipe(recipe, ["data.max_length=200", f"data.too_long={policy}"])
-        inputs = inputs_of(changed, topology.device, lines.append)
-        lengths = [*inputs.train.lengths, *inputs.held_out.lengths]
-        assert len(lengths) == count and (max(lengths) == 200) == (policy == "truncate")
-        assert any(account in line for line in lines)
+    refused(f"^{data}:3: ")
 
 
 def test_held_out_samples_that_are_trained_on_are_warned_of(recipe, topology):
@@ -196,22 +172,11 @@ def test_held_out_samples_that_are_trained_on_are_warned_of(recipe, topology):
     assert not any("also trained on" in line for line in lines)
 
 
-def test_rows_of_which_none_can_be_read_are_of_another_form(recipe, topology):
-    data = recipe.parent / "other.jsonl"
-    data.write_text("".join(json.dumps({"chat": row}) + "\n" for row in conversations(3)), encoding="utf-8")
-    with pytest.raises(UserError, match="no row can be read, so the files may be of another form") as caught:
-        inputs_of(load_recipe(recipe, [f"data.train=[{data}]"]), topology.device, print)
-    assert "data.malformed=drop" not in str(caught.value)
-
-
 def test_a_home_folder_is_found_behind_a_tilde(recipe, monkeypatch):
     monkeypatch.setenv("HOME", str(recipe.parent))
     read = load_recipe(recipe, ["output.dir=~/run", "data.train=[~/a.jsonl]", "model.target=~/target"])
     assert read.output.dir == recipe.parent / "run" and read.model.target == str(recipe.parent / "target")
     assert read.data.train == [str(recipe.parent / "a.jsonl")]
-
-
-WEIGHTS, CUT_OFF = "model.safetensors", r"cut off, or a git-lfs pointer\); download it again"
 
 
 @pytest.mark.parametrize(
@@ -233,77 +198,54 @@ def test_a_targets_folder_that_lacks_something_is_told_by_a_look_at_its_files(re
         require_inputs(changed)
 
 
-def test_no_sample_left_is_said_with_the_reason(recipe, topology):
-    silent = [{"messages": [{"role": "user", "content": f"Is anybody there, {number}?"}]} for number in range(3)]
-    data = write_rows(recipe, silent, "silent.jsonl")
-    drop = "data.unusable=drop"
-    expected = f"{data}: no usable sample among 3 (3: no assistant turn); give other data"
-    assert complaint(recipe, topology, drop, f"data.train=[{data}]") == expected
-    assert complaint(recipe, topology, drop, f"data.held_out=[{data}]") == expected  # training data is there
 
 
 @pytest.mark.parametrize("held_out", ["none", "without prompts"])
-def test_held_out_data_that_cannot_be_judged_is_refused_before_training(recipe, topology, held_out):
-    """Before training, rather than after hours of it."""
+def test_held_out_data_that_cannot_be_judged_is_refused_before_training(refused, recipe, held_out):
     plain = [{"text": f"The tale of {number} goes on without a question."} for number in range(4)]
     path = write_rows(recipe, plain, "plain.jsonl")
     override = "data.held_out_fraction=0" if held_out == "none" else f"data.held_out=[{path}]"
-    assert "evaluation.conversations" in complaint(recipe, topology, "evaluation.conversations=2", override)
+    refused("evaluation.conversations", "evaluation.conversations=2", override)
 
 
 @pytest.mark.parametrize("override", ["draft_tokens=1000", "new_tokens=100000"])
-def test_an_answer_that_leaves_no_place_for_a_prompt_is_refused_by_its_keys(recipe, topology, override):
-    message = complaint(recipe, topology, "evaluation.conversations=2", f"evaluation.{override}")
-    assert message.startswith("evaluation.new_tokens: ") and "evaluation.draft_tokens" in message
-    assert "the target's context of 256; lower them" in message and "-" not in message.replace("held-out", "")
-
-
-def test_identical_samples_cannot_be_held_out(recipe, topology):
-    write_rows(recipe, conversations(1) * 5)
-    assert complaint(recipe, topology).startswith("data: all 5 samples are identical")
+def test_an_answer_that_leaves_no_place_for_a_prompt_is_refused_by_its_keys(refused, override):
+    message = "^evaluation.new_tokens: .*evaluation.draft_tokens.*the target's context of 256; lower them"
+    refused(message, "evaluation.conversations=2", f"evaluation.{override}")
 
 
 # The target -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_target_that_is_not_there_or_not_whole_is_named(recipe, topology, target, tmp_path):
+def test_a_target_that_is_not_there_or_not_whole_is_named(refused, target, tmp_path):
     absent = tmp_path / "absent"
-    assert complaint(recipe, topology, f"model.target={absent}").startswith(f"target '{absent}': no such folder; name")
+    refused(f"^target '{absent}': no such folder; name", f"model.target={absent}")
     absent.mkdir()
-    message = complaint(recipe, topology, f"model.target={absent}")
-    assert message.startswith(f"target '{absent}': its ") and "model.target" in message
+    refused(f"^target '{absent}': its .*model.target", f"model.target={absent}")
     shutil.copytree(target, absent, dirs_exist_ok=True)
-    (absent / "model.safetensors").write_bytes((target / "model.safetensors").read_bytes()[:-100])
-    message = complaint(recipe, topology, f"model.target={absent}")
-    assert message.startswith(f"target '{absent}': its causal language model cannot be read")
-    (absent / "model.safetensors").unlink()
-    message = complaint(recipe, topology, f"model.target={absent}")
-    assert message.startswith(f"target '{absent}': its causal language model cannot be read")
+    (absent / WEIGHTS).write_bytes((target / WEIGHTS).read_bytes()[:-100])
+    refused(f"^target '{absent}': its causal language model cannot be read", f"model.target={absent}")
+    (absent / WEIGHTS).unlink()
+    refused(f"^target '{absent}': its causal language model cannot be read", f"model.target={absent}")
 
 
-def test_a_draft_given_as_target_is_called_a_draft(recipe, topology, tmp_path):
+def test_a_draft_given_as_target_is_called_a_draft(refused, recipe, tmp_path):
     """An export has no tokenizer, and to copy one there would help nobody."""
-    draft = tmp_path / "draft"
-    draft.mkdir()
-    (draft / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 300}))
-    message = complaint(recipe, topology, f"model.target={draft}")
-    assert message.startswith(f"target '{draft}': is a draft, not a target; name")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 300}))
+    refused(f"^target '{tmp_path}': is a draft, not a target; name", f"model.target={tmp_path}")
     with pytest.raises(UserError, match="is a draft, not a target"):
-        require_inputs(load_recipe(recipe, [f"model.target={draft}"]))
-    with pytest.raises(UserError, match="is a draft, not a target"):
-        target_config(draft)
+        require_inputs(load_recipe(recipe, [f"model.target={tmp_path}"]))
 
 
-def test_a_target_without_chat_template_asks_for_one(recipe, topology, target, tmp_path):
+def test_a_target_without_chat_template_asks_for_one(refused, recipe, tmp_path):
     bare = make_target(tmp_path / "bare", template=None)
-    message = complaint(recipe, topology, f"model.target={bare}")
-    assert message.startswith(f"{recipe.parent / 'conversations.jsonl'}:1: ") and "data.chat_template" in message
+    refused(f"^{recipe.parent / 'conversations.jsonl'}:1: .*data.chat_template", f"model.target={bare}")
 
 
-def test_a_broken_chat_template_is_named(recipe, topology):
+def test_a_broken_chat_template_is_named(refused, recipe):
     template = recipe.parent / "chat.jinja"
     template.write_text("{% for message in messages %}\n{{ message.content }\n{% endfor %}", encoding="utf-8")
-    assert complaint(recipe, topology, f"data.chat_template={template}").startswith(f"{template}:2: unexpected '}}'")
+    refused(f"^{template}:2: unexpected '}}'", f"data.chat_template={template}")
     template.write_text("{% if messages %}" * 3000 + "{% endif %}" * 3000, encoding="utf-8")
     with pytest.raises(UserError, match=f"^{template}: nested too deep to be parsed; fix data.chat_template"):
         require_inputs(load_recipe(recipe, [f"data.chat_template={template}"]))
@@ -319,45 +261,38 @@ def exported(folder, target, topology, **changes):
     return export(folder, draft, with_embedding=False)
 
 
-def test_a_given_vocabulary_that_tensor_ranks_cannot_divide_is_refused_as_it_is(recipe, topology, target, tmp_path):
+def test_a_given_vocabulary_that_tensor_ranks_cannot_divide_is_refused_as_it_is(refused, target, tmp_path):
     """By its own size, and not by that of the vocabulary that would have been chosen, which could be divided."""
     size = json.loads((target / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     save_file({"t2d": torch.arange(size) < 199}, tmp_path / "odd.safetensors")
-    given = f"model.draft.vocabulary={tmp_path / 'odd.safetensors'}"
-    message = complaint(recipe, topology, given, "model.draft.vocab_size=null", "parallelism.tensor=2")
-    assert message.startswith("parallelism.tensor: 2 does not divide the draft's draft_vocab_size 199; ")
+    given = (f"model.draft.vocabulary={tmp_path / 'odd.safetensors'}", "model.draft.vocab_size=null")
+    refused("^parallelism.tensor: 2 does not divide the draft's draft_vocab_size 199", *given, "parallelism.tensor=2")
 
 
-def test_a_warm_start_from_another_shape_names_the_size(recipe, topology, target, tmp_path):
+def test_a_warm_start_from_another_shape_names_the_size(refused, topology, target, tmp_path):
     wide = exported(tmp_path / "wide", target, topology, hidden_size=64, target_hidden_size=64)
-    message = complaint(recipe, topology, f"model.draft.init_from={wide}")
-    assert message.startswith(f"{wide}: hidden_size is 64, ") and "32" in message and "init_from" in message
-    assert "name the export of a draft for this target, or train without init_from" in message
+    remedy = "name the export of a draft for this target, or train without init_from"
+    refused(f"^{wide}: hidden_size is 64, .*32; {remedy}", f"model.draft.init_from={wide}")
     other = exported(tmp_path / "other", target, topology, vocab_size=250)
-    assert str(other) in complaint(recipe, topology, f"model.draft.init_from={other}")
-    same = f"model.draft.init_from={exported(tmp_path / 'same', target, topology)}"
+    refused(str(other), f"model.draft.init_from={other}")
+    same = exported(tmp_path / "same", target, topology)
+    given = f"model.draft.init_from={same}"
     for key, value in (("model.draft.intermediate_size", 96), ("model.aux_layers", [0, 1, 2])):
-        remedy = f"leave out {key} and set model.draft.config to {tmp_path / 'same'}/config.json, or train without"
-        assert remedy in complaint(recipe, topology, same, f"{key}={value}")
-    config = json.loads((tmp_path / "same" / "config.json").read_text(encoding="utf-8"))
+        remedy = f"leave out {key} and set model.draft.config to {same}/config.json, or train without"
+        refused(remedy, given, f"{key}={value}")
+    config = json.loads((same / "config.json").read_text(encoding="utf-8"))
     window = {"layer_types": ["sliding_attention"], "sliding_window": 5}
-    (tmp_path / "same" / "config.json").write_text(json.dumps(config | window), encoding="utf-8")
-    assert "has a window of 5 keys, this run's draft full attention; set" in complaint(recipe, topology, same)
-    message = complaint(recipe, topology, same, "model.draft.vocab_size=100")
-    assert (
-        message.startswith("model.draft.vocab_size: 100, but ")
-        and "has 200 draft tokens; leave vocab_size out" in message
-    )
+    (same / "config.json").write_text(json.dumps(config | window), encoding="utf-8")
+    refused("has a window of 5 keys, this run's draft full attention; set", given)
+    message = "^model.draft.vocab_size: 100, but .* has 200 draft tokens; leave vocab_size out"
+    refused(message, given, "model.draft.vocab_size=100")
 
 
-def test_a_warm_start_that_is_missing_or_damaged_is_named(recipe, topology, target, tmp_path):
-    absent = tmp_path / "absent"
-    message = complaint(recipe, topology, f"model.draft.init_from={absent}")
-    assert message.startswith(f"{absent / 'config.json'}: no such file; name")
-    damaged = exported(tmp_path / "damaged", target, topology)
-    (damaged / "model.safetensors").write_bytes((damaged / "model.safetensors").read_bytes()[:-100])
-    message = complaint(recipe, topology, f"model.draft.init_from={damaged}")
-    assert message.startswith(f"{damaged / 'model.safetensors'}: damaged")
+def test_a_warm_start_that_is_missing_or_damaged_is_named(refused, topology, target, tmp_path):
+    absent, damaged = tmp_path / "absent", exported(tmp_path / "damaged", target, topology)
+    refused(f"^{absent / 'config.json'}: no such file; name", f"model.draft.init_from={absent}")
+    (damaged / WEIGHTS).write_bytes((damaged / WEIGHTS).read_bytes()[:-100])
+    refused(f"^{damaged / WEIGHTS}: damaged", f"model.draft.init_from={damaged}")
 
 
 @pytest.mark.parametrize(
@@ -371,104 +306,88 @@ def test_a_warm_start_that_is_missing_or_damaged_is_named(recipe, topology, targ
         (["model.draft.rope_parameters={rope_type: yarn}"], "'yarn' needs factor"),
         (["model.draft.config=/nowhere/config.json"], "/nowhere/config.json: no such file"),
         (["model.draft.vocabulary=/nowhere/vocabulary.safetensors"], "/nowhere/vocabulary.safetensors: .*d2t"),
+        (["model.draft.max_position_embeddings=16"], r"^data.max_length: a .*\d+ tokens.*reaches 16.*rope_parameters"),
         (["training.profile={start: 10, steps: 2}", "training.max_steps=3"], "^training.profile.start: 10, .*step 3; "),
         (["training.global_batch_size=7", "training.accumulation=2"], "training.global_batch_size 7 .*use 6 or 8$"),
         (["training.global_batch_size=2", "training.accumulation=4"], "use 4$"),
     ],
     ids=str,
 )
-def test_a_value_that_this_run_cannot_have_is_refused(recipe, topology, overrides, message):
+def test_a_value_that_this_run_cannot_have_is_refused(refused, overrides, message):
     """The draft cannot be built, the target has no such layers, or the run does not come out even."""
-    assert re.search(message, line := complaint(recipe, topology, *overrides)), line
+    refused(message, *overrides)
 
 
 # DeepSpeed ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_longer_than_the_draft_reaches_is_refused(recipe, topology):
-    short = ["model.draft.max_position_embeddings=16"]
-    with pytest.raises(UserError, match=r"data.max_length: a sample has \d+ tokens.*reaches 16.*rope_parameters"):
-        train(load_recipe(recipe, short), ZERO2, topology)
-
-
 @pytest.mark.parametrize(
-    ("changes", "parts"),
+    ("changes", "pattern"),
     [
-        ({"train_batch_size": 32}, ["train_batch_size is 32", "recipe says 4", '"auto"']),
-        ({"gradient_accumulation_steps": 3}, ["gradient_accumulation_steps is 3", "recipe says 1"]),
-        ({"gradient_clipping": 1.0}, ["gradient_clipping is 1.0", "recipe says 0.5"]),
-        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, ["optimizer.params.lr is 0.001", "0.002"]),
-        ({"optimizer": {"type": "Lamb", "params": {}}}, ["optimizer.type is 'Lamb'", "AdamW"]),
-        ({"optimizer": "AdamW"}, ["optimizer", "'AdamW' is not a section"]),
-        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, ["learning_rate", "remove it"]),
-        ({"bf16": {"enabled": True}}, ["bf16.enabled is True", "recipe says False"]),
-        ({"zero_optimization": {"stage": 3}}, ["zero_optimization.stage is 3", "uses 1 or 2"]),
-        ({"zero_optimization": {}}, ["zero_optimization.stage is 0", "uses 1 or 2"]),
-        ({"zero_optimization": 2}, ["zero_optimization"]),
-        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, ["zero_optimization.overlap_com: Extra inputs"]),
-        ({"zero_optimisation": {"stage": 1}}, ["zero_optimisation", "did you mean zero_optimization?"]),
-        ({"curriculum_learning": {"enabled": True}}, ["curriculum_learning", "remove it"]),
-        (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}},
-            ["offload_optimizer", "remove it"],
-        ),
-        ({"scheduler": {"type": "WarmupLR", "params": {}}}, ["scheduler is not used here", "remove it"]),
-        ({"fp16": {"enabled": True}}, ["fp16 is not used here", "remove it"]),
-        ({"fp16": True}, ["fp16"]),
-        ({"sequence_parallel_size": 2}, ["sequence_parallel_size is not used here"]),
+        ({"train_batch_size": 32}, 'train_batch_size is 32.*recipe says 4.*"auto"'),
+        ({"gradient_accumulation_steps": 3}, "gradient_accumulation_steps is 3.*recipe says 1"),
+        ({"gradient_clipping": 1.0}, "gradient_clipping is 1.0.*recipe says 0.5"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}, "optimizer.params.lr is 0.001.*0.002"),
+        ({"optimizer": {"type": "Lamb", "params": {}}}, "optimizer.type is 'Lamb'.*AdamW"),
+        ({"optimizer": "AdamW"}, "optimizer.*'AdamW' is not a section"),
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "learning_rate.*remove it"),
+        ({"bf16": {"enabled": True}}, "bf16.enabled is True.*recipe says False"),
+        ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage is 3.*uses 1 or 2"),
+        ({"zero_optimization": {}}, "zero_optimization.stage is 0.*uses 1 or 2"),
+        ({"zero_optimization": 2}, "zero_optimization"),
+        ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com: Extra inputs"),
+        ({"zero_optimisation": {"stage": 1}}, "zero_optimisation.*did you mean zero_optimization?"),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.*remove it"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {}}}, "offload_optimizer.*remove it"),
+        ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler is not used here.*remove it"),
+        ({"fp16": {"enabled": True}}, "fp16 is not used here.*remove it"),
+        ({"fp16": True}, "fp16"),
+        ({"sequence_parallel_size": 2}, "sequence_parallel_size is not used here"),
     ],
     ids=lambda value: json.dumps(value) if isinstance(value, dict) else "",
 )
-def test_a_deepspeed_file_that_contradicts_the_recipe_is_refused(recipe, topology, changes, parts):
+def test_a_deepspeed_file_that_contradicts_the_recipe_is_refused(refused, recipe, changes, pattern):
     path = recipe.parent / "zero.json"
     path.write_text(json.dumps(json.loads(ZERO2.read_text(encoding="utf-8")) | changes), encoding="utf-8")
-    message = complaint(recipe, topology, deepspeed=path)
-    assert message.startswith(f"{path}: ") and all(part in message for part in parts), message
+    refused(f"^{path}: .*{pattern}", deepspeed=path)
 
 
-@pytest.mark.parametrize("content", [b"{,}", b"\xff\xfe", b"", b"[]", b"3"])
-def test_a_deepspeed_file_that_is_no_json_object_is_named(recipe, topology, content):
-    path = recipe.parent / "zero.json"
-    path.write_bytes(content)
-    assert complaint(recipe, topology, deepspeed=path).startswith(f"{path}: ")
-
-
-def test_a_missing_deepspeed_file_is_named(recipe, topology, tmp_path):
-    for path in (tmp_path / "absent.json", tmp_path):
-        message = complaint(recipe, topology, deepspeed=path)
-        assert message.startswith(f"{path}: ") and "ds_configs/zero2.json" in message
+def test_a_deepspeed_file_that_is_missing_or_no_json_object_is_named(refused, tmp_path):
+    path = tmp_path / "zero.json"
+    for missing in (path, tmp_path):
+        refused(f"^{missing}: .*ds_configs/zero2.json", deepspeed=missing)
+    for content in (b"{,}", b"\xff\xfe", b"", b"[]", b"3"):
+        path.write_bytes(content)
+        refused(f"^{path}: ", deepspeed=path)
 
 
 # The hidden-state store -----------------------------------------------------------------------------------------------
 
 
-def test_a_store_that_is_missing_foreign_or_incomplete_is_named(recipe, topology, tmp_path, capsys):
+def test_a_store_that_is_missing_foreign_or_incomplete_is_named(refused, recipe, topology, tmp_path, capsys):
     store = tmp_path / "store"
     stored = ("hidden_states.mode=stored", f"hidden_states.path={store}")
-    message = complaint(recipe, topology, *stored)
-    assert message.startswith(f"{store}: no hidden-state store here; run capture.py")
-    assert "hidden_states.mode=live" in message
+    refused(f"^{store}: no hidden-state store here; run capture.py.*hidden_states.mode=live", *stored)
 
-    plain = load_recipe(recipe)
-    captured = store_provenance(job_of(plain, topology))
+    def write_manifest(captured, **record):
+        manifest = {"format": FORMAT, "provenance": captured, "record": record}
+        (store / "store.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+    captured = store_provenance(job_of(load_recipe(recipe), topology))
     store.mkdir()
-    manifest = {"format": FORMAT, "provenance": captured, "record": {}}
-    (store / "store.json").write_text(json.dumps(manifest), encoding="utf-8")
+    write_manifest(captured)
     capsys.readouterr()
-    message = complaint(recipe, topology, *stored, "model.aux_layers=[0, 1, 2]")
-    assert message.startswith(f"{store}: the store was captured with aux_layers=[1, 2, 3], this run has [0, 1, 2]; ")
-    message = complaint(recipe, topology, *stored, "hidden_states.codec=fp8")
-    assert "captured with codec='none', this run has 'fp8'; set hidden_states.codec to that" in message
-    message = complaint(recipe, topology, *stored, "target.teacher=logits")
-    assert "captured with teacher=None, this run has 'logits'" in message
-    foreign = {"format": FORMAT, "provenance": {**captured, "target": 32 * "a"}, "record": {"target": "owner/other"}}
-    (store / "store.json").write_text(json.dumps(foreign), encoding="utf-8")
-    message = complaint(recipe, topology, *stored)
-    assert f"captured with 'owner/other' as target (fingerprint {32 * 'a'}), this run's model.target has" in message
+    for override, message in (
+        ("model.aux_layers=[0, 1, 2]", r"aux_layers=\[1, 2, 3\], this run has \[0, 1, 2\]; "),
+        ("hidden_states.codec=fp8", "codec='none', this run has 'fp8'; set hidden_states.codec to that"),
+        ("target.teacher=logits", "teacher=None, this run has 'logits'"),
+    ):
+        refused(f"^{store}: the store was captured with {message}", *stored, override)
+    write_manifest({**captured, "target": 32 * "a"}, target="owner/other")
+    refused(rf"captured with 'owner/other' as target \(fingerprint {32 * 'a'}\), this run's model.target has", *stored)
     assert "training data" not in capsys.readouterr().out, "these are said before data are read"
-    (store / "store.json").write_text(json.dumps(manifest), encoding="utf-8")
-    message = complaint(recipe, topology, *stored)  # the run's own store, but without samples
-    assert message.startswith(f"{store}: 40 samples of this recipe are not in the store") and "capture.py" in message
+    write_manifest(captured)  # the run's own store, but without samples
+    refused(f"^{store}: 40 samples of this recipe are not in the store.*capture.py", *stored)
 
 
 # The run folder -------------------------------------------------------------------------------------------------------
@@ -489,38 +408,36 @@ def began_with(recipe):
         ("data.seed=1", "data.seed was 0, now it is 1"),
     ],
 )
-def test_resuming_with_another_recipe_names_the_key(recipe, topology, override, expected):
+def test_resuming_with_another_recipe_names_the_key(refused, recipe, override, expected):
     began_with(recipe)
-    message = complaint(recipe, topology, override, resume=True)
-    assert message.startswith(f"{recipe.parent / 'run' / 'recipe.yaml'}: {expected}") and "without --resume" in message
+    refused(f"^{recipe.parent / 'run' / 'recipe.yaml'}: {expected}.*without --resume", override, resume="yes")
 
 
-def test_a_mistake_on_resuming_changes_nothing_of_the_run(recipe, topology):
+def test_a_mistake_on_resuming_changes_nothing_of_the_run(refused, recipe):
     """Not even keys that may change on resuming."""
     began_with(recipe)
     (recipe.parent / "conversations.jsonl").unlink()
-    assert "no such file" in complaint(recipe, topology, "evaluation.new_tokens=20", resume=True)
+    refused("no such file", "evaluation.new_tokens=20", resume="yes")
 
 
 @pytest.mark.parametrize("content", [b"model: [", b"\xff\xfe", b"- model"])
-def test_resuming_beside_a_damaged_recipe_names_it(recipe, topology, content):
+def test_resuming_beside_a_damaged_recipe_names_it(refused, recipe, content):
     damaged = recipe.parent / "run" / "recipe.yaml"
     damaged.write_bytes(content)
-    assert complaint(recipe, topology, resume=True).startswith(f"{damaged}: ")
+    refused(f"^{damaged}: ", resume="yes")
 
 
-def test_a_mistake_on_resuming_what_never_began_makes_no_folder(recipe, topology):
+def test_a_mistake_on_resuming_what_never_began_makes_no_folder(refused, recipe):
     shutil.rmtree(recipe.parent / "run")
-    assert "holds no run to resume" in complaint(recipe, topology, resume=True)
+    refused("holds no run to resume", resume="yes")
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_file_in_the_way_of_the_run_folder_is_named(recipe, topology, resume):
+@pytest.mark.parametrize("resume", ["no", "yes"])
+def test_a_file_in_the_way_of_the_run_folder_is_named(refused, recipe, resume):
     file = recipe.parent / "run-notes.txt"
     file.write_text("not a folder", encoding="utf-8")
     for folder in (file, file / "below"):
-        message = complaint(recipe, topology, f"output.dir={folder}", resume=resume)
-        assert str(folder) in message and "output.dir" in message
+        refused(f"{folder}.*output.dir|output.dir.*{folder}", f"output.dir={folder}", resume=resume)
 
 
 # A job of processes (one alone: see test_launchers.py) ----------------------------------------------------------------
