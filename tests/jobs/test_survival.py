@@ -10,9 +10,7 @@ import time
 
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
-from tiny_run import deepspeed, finish, launch, metrics, run_script, write_recipe
+from tiny_run import deepspeed, finish, launch, metrics, require_same_run, run_script, write_recipe
 
 TRAINING = {"ttt_steps": 3, "global_batch_size": 4, "learning_rate": 2e-3, "max_steps": 8, "checkpoint_every": 2}
 
@@ -24,15 +22,6 @@ def recipe(tmp_path, target):
 
 def work(case, recipe, *arguments):
     return run_script("tests/support/survival_worker.py", case, recipe, *arguments)
-
-
-def require_same_run(one, other):
-    """Asserts that both runs are equal, bit for bit."""
-    mine, theirs = (load_file(folder / "export" / "model.safetensors") for folder in (one, other))
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-    computed = ("step", "loss", "gradient_norm", "learning_rate")
-    courses = [[[record[name] for name in computed] for record in metrics(folder)] for folder in (one, other)]
-    assert courses[0] == courses[1] and len(courses[0]) > 1
 
 
 def require_named(log):
@@ -53,8 +42,7 @@ def test_any_rank_killed_at_five_moments_resumes_to_the_same_weights(tmp_path, r
 
 @pytest.mark.slow
 def test_any_of_four_ranks_killed_at_twenty_moments_resumes_to_the_same_weights(tmp_path, recipe):
-    layout = ("parallelism.ulysses=2", "parallelism.ring=2")
-    output = work("killed", recipe, "4", "20", "42", *layout)
+    output = work("killed", recipe, "4", "20", "42", "parallelism.ulysses=2", "parallelism.ring=2")
     require_named(output)
     require_same_run(tmp_path / "killed", tmp_path / "whole")
 

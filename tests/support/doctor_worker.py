@@ -6,11 +6,9 @@ import resource
 import runpy
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch.distributed as dist
 import yaml
 from places import LAUNCHERS, ZERO2
 from processes import fork_ranks
@@ -59,11 +57,7 @@ def two_nodes(folder: Path) -> Iterator[tuple[str, Act]]:
 
     def sound(*arguments):
         start_distributed()
-        dist.barrier()
-        began = time.monotonic()
         require_sound_start(*arguments)
-        if dist.get_rank() == 0:
-            print(f"sound in {time.monotonic() - began:.2f} s", flush=True)
         stop_distributed()
 
     def few_files():

@@ -16,7 +16,6 @@ from pathlib import Path
 from processes import begin_ranks, ended, run_launcher
 from tiny_run import metrics
 
-import eagle3.jobs.layout
 import eagle3.jobs.train
 import eagle3.reporting.report  # noqa: F401  what the launcher imports
 
