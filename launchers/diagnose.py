@@ -29,8 +29,8 @@ def main() -> int:
     check(options, recipe, name, out)
     console = Console(is_first_rank(), options.quiet)
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
-        from eagle3.jobs.diagnose import Prompts, both_forms, diagnose_draft
-        from eagle3.jobs.evaluate import held_out_prompts, judgement_record
+        from eagle3.jobs.diagnose import diagnose_draft, in_other_form
+        from eagle3.jobs.evaluate import held_out_prompts, judgement_record, prompts_of
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
@@ -39,11 +39,12 @@ def main() -> int:
     console(f"draft: {draft}")
     known = find_target(recipe, topology.device, console, make=False)
     if options.prompts:
-        prompts = both_forms(known, options.prompts)
+        prompts = prompts_of(known, options.prompts, recipe.evaluation.draft_tokens)
+        others = in_other_form(known, options.prompts)
     else:
         inputs = gather_inputs(known, console, judging=True)
-        prompts = Prompts(held_out_prompts(inputs, recipe.evaluation.draft_tokens), key="evaluation.conversations")
-    diagnosed = diagnose_draft(known, draft, prompts, topology, console, options.gpu)
+        prompts, others = held_out_prompts(inputs, recipe.evaluation.draft_tokens), []
+    diagnosed = diagnose_draft(known, draft, prompts, others, topology, console, options.gpu)
     for line in diagnosed.lines():
         console.result(line)
     texts = "held-out conversations" if options.prompts is None else options.prompts.name

@@ -11,7 +11,7 @@ from eagle3.command_line import RecipeParser, slow_imports
 from eagle3.console import GREEN, RED, YELLOW, Console, tell, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.preflight.inputs import inputs_of
-from eagle3.recipe.loading import dump_recipe, load_recipe
+from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.training.deepspeed_file import ZERO2
 
@@ -81,12 +81,9 @@ def findings(
     """Runs the checks and yields their findings. Collective: every rank goes through all of them, in this order. Checks
     that may leave a link broken come last; golden cases, which need all links, only if none has failed (`states`)."""
     from eagle3.jobs import doctor, verify
-    from eagle3.packages import PACKAGES
     from eagle3.preflight import bandwidth, machine, places, sameness
 
-    packages = (*PACKAGES, "sglang") if recipe.target.backend == "sglang" else PACKAGES
-    settings = deepspeed.read_text(encoding="utf-8")
-    for name, traits in sameness.own_traits(dump_recipe(recipe), settings, packages).items():
+    for name, traits in sameness.own_traits(recipe, deepspeed).items():
         yield from outcomes(sameness.compare, cluster, name, traits)
     # From here on all ranks use the first rank's recipe, so that they make the same checks.
     recipe = Recipe.model_validate(cluster.gather(recipe.model_dump(mode="json"))[0])

@@ -55,38 +55,36 @@ class DiagnosedDraft(Diagnosis):
         return [f"by decoding: {averages}{compared}", *super().lines(), *self.by_context.lines()]
 
 
-class Prompts(NamedTuple):
-    as_given: list[Tensor]  # int64 [P] each
-    # The same in the other form (see read_prompts); None if they have none.
-    other: list[Tensor] | None = None
-    key: str = "--prompts"  # what their number comes from
-
-
-def both_forms(known: KnownTarget, file: Path) -> Prompts:
-    """Prompts from a file, in both forms. Raises UserError like read_prompts."""
-    room = known.recipe.evaluation.draft_tokens
+def in_other_form(known: KnownTarget, file: Path) -> list[Tensor]:
+    """The prompts of a file in the other form (see read_prompts); empty if they have none: there is no chat template,
+    or a prompt becomes too long, or empty."""
     try:
-        other = prompts_of(known, file, room, other_form=True)
-    except UserError:  # there is no chat template, or a prompt becomes too long, or empty
-        other = None
-    return Prompts(prompts_of(known, file, room), other)
+        return prompts_of(known, file, known.recipe.evaluation.draft_tokens, other_form=True)
+    except UserError:
+        return []
 
 
 def diagnose_draft(
-    known: KnownTarget, folder: Path, prompts: Prompts, topology: Topology, console: Console, gpu: str = DEFAULT_GPU
+    known: KnownTarget,
+    folder: Path,
+    prompts: Sequence[Tensor],
+    others: Sequence[Tensor],
+    topology: Topology,
+    console: Console,
+    gpu: str = DEFAULT_GPU,
 ) -> DiagnosedDraft:
-    """Diagnose the draft in a folder. gpu: as in ByContext. Raises UserError for anything that the user can
-    fix."""
+    """Diagnose the draft in a folder. Raises UserError for anything that the user can fix.
+
+    prompts, others: int64 [P] each; the others are the same in the other form
+    gpu: as in ByContext
+    """
     exported, config = read_exported(folder), known.config
-    if len(prompts.as_given) < 2:
+    if len(prompts) < 2:
         raise UserError(
-            f"{prompts.key}: there is one prompt, which shows no interval; give 16, with --prompts or by holding more "
-            "samples out"
+            "prompts: there is one, which shows no interval; give 16, with --prompts or by holding more samples out"
         )
-    if len(prompts.as_given) < FEW:
-        console.warn(
-            f"{prompts.key}: {len(prompts.as_given)} prompts make wide intervals, in which faults can hide; give 16"
-        )
+    if len(prompts) < FEW:
+        console.warn(f"prompts: {len(prompts)} make wide intervals, in which faults can hide; give 16")
     check_belongs(exported.config, folder, config.vocab_size, config.hidden_size)
     count = config.num_hidden_layers
     layers = check_aux_layers(exported.config.aux_layers or default_aux_layers(count, config.model_type), count)
@@ -94,26 +92,26 @@ def diagnose_draft(
         console.warn(f"{folder}: its config.json names no auxiliary layers; EAGLE3's own are taken, {list(layers)}")
     exported = replace(exported, config=replace(exported.config, aux_layers=layers))
     target = target_of(known, exported, topology, console, aux_layers=layers)
-    decoded, texts = _write(target, exported, prompts.as_given, decoding_of(known.recipe), topology, console)
-    by_context = _by_context(known, exported.config, prompts.as_given, decoded, gpu, console)
-    others = []
-    if prompts.other is not None:
-        answers = _answers(target, prompts.other, known.recipe.evaluation.new_tokens, console)
-        others.append(
+    decoded, texts = _write(target, exported, prompts, decoding_of(known.recipe), topology, console)
+    by_context = _by_context(known, exported.config, prompts, decoded, gpu, console)
+    read = []
+    if others:
+        answers = _answers(target, others, known.recipe.evaluation.new_tokens, console)
+        read.append(
             OtherTexts(
                 "the prompts in their other form",
                 "the draft was trained on prompts with the chat template where these have none, or without where these "
                 "have one: give it what it was trained on (data.chat_template, messages in place of text)",
-                _read(target, prompts.other, answers),
+                _read(target, others, answers),
                 EASIER,
             )
         )
     head = target.head
     del target  # before it is loaded again
-    others += _in_another_precision(known, exported, head.embedding.dtype, texts, topology, console)
+    read += _in_another_precision(known, exported, head.embedding.dtype, texts, topology, console)
     diagnosis = diagnose(
         DraftReading(exported, texts),
-        Surroundings(head.embedding.cpu(), _rope_of(known, exported.config), others),
+        Surroundings(head.embedding.cpu(), _rope_of(known, exported.config), read),
         lambda token: str(known.tokenizer.convert_ids_to_tokens(token)).translate(SPACES),
         measuring(head, topology.modules_alone, known.recipe.evaluation.draft_tokens),
         known.recipe.evaluation.draft_tokens,

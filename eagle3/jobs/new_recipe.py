@@ -28,7 +28,7 @@ GPU_BYTES = 80e9
 USABLE = GPU_BYTES * (1 - RESERVED)
 NODE = 8
 GPUS = (NODE, 4 * NODE)
-ENGINE_SHARE = 0.8  # share of a GPU's memory, as in target.memory_fraction
+ENGINE_BYTES = GPU_BYTES * 0.8  # of a GPU for an inference engine, as in target.memory_fraction
 # Serving engines build a rope table for all of a draft's positions. For a target with more positions than this, the
 # recipe starts with a quarter of it.
 MOST_POSITIONS = 2**20
@@ -62,7 +62,7 @@ def new_recipe_text(
     Raises UserError if no draft can be derived, naming the override that would help, or if the overrides do not fit
     together.
     """
-    name, gpus = Path(target).name.lower(), engine_gpus(facts)
+    name, gpus = Path(target).name.lower(), facts.engine_gpus(ENGINE_BYTES)
     positions = {"max_position_embeddings": MOST_POSITIONS // 4} if (facts.context or 0) > MOST_POSITIONS else {}
     # With a quantised head, the draft's head has nothing to start from, and training cannot compute logits.
     lm_head, teacher = ({"lm_head": "random"}, {"teacher": "logits"}) if facts.quantised_head else ({}, {})
@@ -150,7 +150,7 @@ def refreshed(text: str, recipe: Recipe, facts: TargetFacts, deepspeed_file: Pat
 def findings(recipe: Recipe, facts: TargetFacts, deepspeed_file: Path) -> str:
     """Draft, disk and layouts, as comment lines from BEGIN to END, for each of CONTEXTS, or for the target's context if
     that is shorter than all of them. Contexts beyond the target's are marked: they need a longer rope."""
-    draft, engine = shape_draft(recipe, facts.config), engine_gpus(facts)
+    draft, engine = shape_draft(recipe, facts.config), facts.engine_gpus(ENGINE_BYTES)
     encoding = store_encoding(recipe, draft)
     context = facts.context or draft.max_position_embeddings
     contexts = CONTEXTS if context >= min(CONTEXTS) else (context,)
@@ -207,11 +207,6 @@ def planned(recipe: Recipe, facts: TargetFacts, gpus: int, deepspeed_file: Path)
     """A plan for the recipe's draft on this many GPUs, regardless of the recipe's layout."""
     alone = recipe.model_copy(update={"parallelism": type(recipe.parallelism)(tensor=recipe.parallelism.tensor)})
     return planned_step(alone, shape_draft(alone, facts.config), gpus, deepspeed_file, packed=False)
-
-
-def engine_gpus(facts: TargetFacts) -> int:
-    """Number of 80 GB GPUs that an inference engine needs for the target."""
-    return facts.engine_gpus(GPU_BYTES * ENGINE_SHARE)
 
 
 def rope_in_words(draft: DraftConfig) -> str:

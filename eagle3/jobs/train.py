@@ -35,7 +35,6 @@ from eagle3.parallel.watchdog import Watchdog
 from eagle3.patches import NormLimit
 from eagle3.preflight.places import checkpoint_bytes
 from eagle3.preflight.start import require_room, require_sound_start
-from eagle3.recipe.loading import dump_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.loader import StreamLoader
 from eagle3.states.store.files import open_files
@@ -140,12 +139,7 @@ def _enter(recipe: Recipe, run: _Run, resume: Resume) -> None:
     message = [run.on_first(claim)]
     dist.broadcast_object_list(message)
     run.continues, run.identity = message[0]
-    require_sound_start(
-        dump_recipe(recipe),
-        run.deepspeed_file.read_text(encoding="utf-8"),
-        folder.path,
-        packages=("sglang",) if recipe.target.backend == "sglang" else (),
-    )
+    require_sound_start(recipe, run.deepspeed_file)
 
 
 def _resolve(gate: Gate, run: _Run) -> Job:

@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from secrets import token_hex
+from tempfile import NamedTemporaryFile
 
 from eagle3.console import data_size
 from eagle3.draft.config import DraftConfig
-from eagle3.durable import flush
 from eagle3.planning.step import Weights
 from eagle3.preflight.cluster import Cluster, Finding, Flaw, owners
 
@@ -143,14 +142,12 @@ def _marker(folder: Path) -> Iterator[tuple[str, int]]:
     """Inside the block, there is a file in `folder`, or in the nearest existing folder above it, that contains its own
     name. Yields the file's name and how many levels above `folder` it is."""
     place = _existing_parent(folder)
-    path = place / f".preflight-{token_hex(16)}"
-    try:
-        path.write_text(path.name, encoding="utf-8")
-        flush(path)
-        yield path.name, _and_above(folder).index(place)
-    finally:
-        with suppress(OSError):  # the file was never written
-            path.unlink()
+    with NamedTemporaryFile("w", prefix=".preflight-", dir=place, encoding="utf-8") as file:
+        name = Path(file.name).name
+        file.write(name)
+        file.flush()
+        os.fsync(file.fileno())
+        yield name, _and_above(folder).index(place)
 
 
 def _await_marker(folder: Path, name: str, above: int, patience: float) -> str:

@@ -2,16 +2,14 @@
 
 import hashlib
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-
-import yaml
 
 import eagle3
 from eagle3.console import without_passwords
-from eagle3.packages import ABSENT, versions
+from eagle3.packages import ABSENT, PACKAGES, versions
 from eagle3.preflight.cluster import Cluster, Finding, Flaw, owners
 from eagle3.recipe.loading import leaves
+from eagle3.recipe.schema import Recipe
 
 # What one rank runs: name of a package, file or key -> its value in readable form.
 Traits = dict[str, str]
@@ -36,15 +34,16 @@ def running_code() -> Traits:
     return {name: _digest(path.read_bytes()) for name, path in sorted(files.items())}
 
 
-def own_traits(recipe: str, deepspeed: str, packages: Sequence[str]) -> dict[str, Traits]:
-    """Everything about this rank that must be the same on all ranks. recipe: resolved, as YAML. deepspeed: the text of
-    the DeepSpeed file."""
+def own_traits(recipe: Recipe, deepspeed: Path) -> dict[str, Traits]:
+    """Everything about this rank that must be the same on all ranks."""
+    packages = (*PACKAGES, "sglang") if recipe.target.backend == "sglang" else PACKAGES
+    settings = deepspeed.read_text(encoding="utf-8")
     return {
         "versions": versions(packages),
         "code": running_code(),
-        "recipe": {key: repr(value) for key, value in leaves(yaml.safe_load(recipe))},
+        "recipe": {key: repr(value) for key, value in leaves(recipe.model_dump(mode="json"))},
         "deepspeed file": {
-            f"line {number}": repr(line.strip()) for number, line in enumerate(deepspeed.splitlines(), 1)
+            f"line {number}": repr(line.strip()) for number, line in enumerate(settings.splitlines(), 1)
         },
     }
 

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from eagle3.packages import PACKAGES
 from eagle3.parallel.topology import gathered
 from eagle3.preflight.cluster import join
 from eagle3.preflight.machine import check_open_files
 from eagle3.preflight.places import check_shared, free_bytes, judge_space
 from eagle3.preflight.sameness import compare, own_traits
+from eagle3.recipe.schema import Recipe
 
 
-def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages: tuple[str, ...] = ()) -> None:
+def require_sound_start(recipe: Recipe, deepspeed: Path) -> None:
     """Checks that a job has started properly; call it after start_distributed. Collective, with a few exchanges of
     small objects. Raises SharedUserError on every rank unless:
     - versions, code, recipe and DeepSpeed file are the same on all ranks;
@@ -20,16 +20,12 @@ def require_sound_start(recipe: str, deepspeed: str, output_dir: Path, packages:
     - every node sees the run folder's location and can write there.
 
     launchers/doctor.py checks more, but takes longer.
-
-    recipe: resolved, as YAML (dump_recipe).
-    deepspeed: the text of the DeepSpeed file.
-    packages: further packages whose versions must be the same.
     """
     cluster = join(gathered, dist.get_rank())
-    for name, traits in own_traits(recipe, deepspeed, (*PACKAGES, *packages)).items():
+    for name, traits in own_traits(recipe, deepspeed).items():
         compare(cluster, name, traits)
     check_open_files(cluster)
-    check_shared(cluster, "output.dir", output_dir)
+    check_shared(cluster, "output.dir", recipe.output.dir)
 
 
 def require_room(output_dir: Path, checkpoint: int) -> None:

@@ -60,7 +60,7 @@ def test_a_draft_from_the_hub_is_diagnosed_with_its_target_and_a_file_of_prompts
     assert unsealed(result, "diagnosis")["draft_digest"] == draft_digest(next((case / "hub").glob("*/snapshots/*")))
     assert result["draft"] == ID and result["decoded"]["lossless"] and len(result["faults"]) == 1
     assert result["faults"][0]["explains"] and result["texts"] == "prompts.jsonl"
-    assert "--prompts: 6 prompts make wide intervals" in output
+    assert "prompts: 6 make wide intervals" in output
     tried = {each["name"] for each in result["tried"]}
     assert {"the prompts in their other form", "the target in bfloat16"} <= tried
     assert torch.tensor(result["evidence"]["by_position"]).shape == (3,)

@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import yaml
 from places import LAUNCHERS, ZERO2
 from processes import fork_ranks
 
 from eagle3.errors import run_command
 from eagle3.parallel.topology import start_distributed, stop_distributed
 from eagle3.preflight.start import require_sound_start
+from eagle3.recipe.loading import load_recipe
 
 # What a rank does. Called with whether it is the second rank.
 Act = Callable[[bool], None]
@@ -23,7 +23,6 @@ Act = Callable[[bool], None]
 
 def two_nodes(folder: Path) -> Iterator[tuple[str, Act]]:
     """The jobs and their titles. folder: contains a recipe.yaml."""
-    recipe = (folder / "recipe.yaml").read_text(encoding="utf-8")
     other = folder / "other" / "launchers"
     shutil.copytree(LAUNCHERS, other)
     with (other / "doctor.py").open("a", encoding="utf-8") as file:
@@ -34,9 +33,8 @@ def two_nodes(folder: Path) -> Iterator[tuple[str, Act]]:
     (folder / "file").write_text("", encoding="utf-8")
     for node in ("a", "b"):
         (folder / node / "elsewhere").mkdir(parents=True)
-    zero2, changed = ZERO2.read_text(encoding="utf-8"), yaml.safe_load(recipe)
-    changed["training"]["ttt_steps"] = 4
-    changed = yaml.safe_dump(changed, sort_keys=False)
+    changed = folder / "zero2.json"
+    changed.write_text(ZERO2.read_text(encoding="utf-8").replace("\n", "\n\n", 1), encoding="utf-8")
     options = ("--recipe", str(folder / "recipe.yaml"), "--deepspeed", str(ZERO2))
 
     def doctor(second):
@@ -46,12 +44,13 @@ def two_nodes(folder: Path) -> Iterator[tuple[str, Act]]:
             few_files()
         runpy.run_path(sys.argv[0], run_name="__main__")
 
-    def start(recipe=(recipe, recipe), deepspeed=(zero2, zero2), output=folder / "run", prepare=lambda: None):
+    def start(ttt_steps=(3, 3), deepspeed=(ZERO2, ZERO2), output=folder / "run", prepare=lambda: None):
         def act(second):
             sys.argv = ["launchers/train.py"]
             if second:
                 prepare()
-            run_command(lambda: sound(recipe[second], deepspeed[second], Path(output)))
+            changes = [f"training.ttt_steps={ttt_steps[second]}", f"output.dir={output}"]
+            run_command(lambda: sound(load_recipe(folder / "recipe.yaml", changes), deepspeed[second]))
 
         return act
 
@@ -72,8 +71,8 @@ def two_nodes(folder: Path) -> Iterator[tuple[str, Act]]:
 
     yield "doctor", doctor
     yield "sound start", start()
-    yield "start, other recipe", start(recipe=(recipe, changed))
-    yield "start, other deepspeed file", start(deepspeed=(zero2, zero2.replace("\n", "\n\n", 1)))
+    yield "start, other recipe", start(ttt_steps=(3, 4))
+    yield "start, other deepspeed file", start(deepspeed=(ZERO2, changed))
     yield "start, other code", start(prepare=from_fewer)
     yield "start, few files", start(prepare=few_files)
     yield "start, nowhere to write", start(output="/proc/run")
