@@ -123,11 +123,8 @@ QWEN3 = "tests/families/qwen3-8b/chat_template.jinja"
         (("train.py", "data.train=[absent.jsonl]"), 2),
         (("train.py", "data.chat_template=absent.jinja"), 2),
         (("train.py", "data.train=[README.md]"), 2),
-        (("train.py", "hidden_states.mode=stored", "hidden_states.path=absent"), 2),
         (("train.py", "model.target=./absent"), 2),
         (("train.py", "model.target=tests/families/qwen3-8b"), 2),  # a config without a tokenizer
-        (("train.py", "model.draft.vocab_size=9999"), 2),
-        (("train.py", "model.aux_layers=[1,2,9]"), 2),
         (("train.py", "model.draft.init_from=tests"), 2),
         (("train.py", "model.draft.config=setup.cfg"), 2),
         (("train.py", "data.chat_template=eagle3/text/template.py"), 2),
