@@ -103,6 +103,7 @@ def test_resume_takes_auto_alone_for_its_value():
         ("--resume", "--resume=yes"),
         ("--resume auto", "--resume auto"),
         ("--resume a.yaml", "--resume=yes a.yaml"),
+        ("--resume training.seed=5", "--resume=yes training.seed=5"),
     ):
         assert resume_apart(words.split()) == meant.split()
 

@@ -6,7 +6,7 @@ from itertools import permutations
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_training import COMPUTED
+from test_training import assert_same_course
 from tiny_run import make_target, metrics, run_script, write_recipe
 
 STEPS = 12
@@ -40,10 +40,7 @@ def require_the_course_of_one_process(recipe, name):
     """Compares the loss, the gradient norm and all other numbers of every step, and the exported weights."""
     alone, other = recipe.parent / "alone", recipe.parent / name
     assert [record["step"] for record in metrics(other)] == list(range(1, STEPS + 1))
-    for one, two in zip(metrics(alone), metrics(other), strict=True):
-        for key in COMPUTED:
-            left, right = (torch.tensor(record[key]).double() for record in (one, two))
-            assert torch.allclose(left, right, rtol=1e-5, atol=1e-7), (name, one["step"], key, left, right)
+    assert_same_course(metrics(alone), metrics(other), 1e-5)
     expected, actual = (load_file(folder / "export" / "model.safetensors") for folder in (alone, other))
     assert expected.keys() == actual.keys()
     assert all(torch.allclose(actual[key], expected[key], rtol=1e-4, atol=1e-5) for key in expected)

@@ -60,14 +60,6 @@ def here(launcher):
     return partial(launcher, "train.py")
 
 
-@pytest.mark.parametrize(
-    "words", [("--resume", "training.seed=5"), ("training.seed=5", "--resume"), ("--resume=auto", "training.seed=5")]
-)
-def test_resume_takes_no_override_for_its_own_word(here, words):
-    code, printed, _ = here("--print-recipe", *words)
-    assert code == 0 and "seed: 5" in printed
-
-
 def test_resume_from_anything_else_is_refused(here, tmp_path):
     for word in (str(tmp_path), "yes", "latest"):
         code, _, stderr = here("--print-recipe", "--resume", word)

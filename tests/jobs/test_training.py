@@ -2,19 +2,16 @@
 
 import json
 import math
-import os
 import shutil
-import signal
 import sys
 
 import pytest
 import torch
-from limits import wait_until
 from places import ZERO2
 from processes import free_port
 from published_drafts import deepspec, rewritten
 from safetensors.torch import load, load_file
-from tiny_run import capture, deepspeed, finish, launch, metrics, require_same_run, run_script, write_recipe
+from tiny_run import capture, deepspeed, finish, launch, metrics, run_script, write_recipe
 from transformers import AutoConfig
 
 from eagle3.draft.derivation import derive_draft
@@ -169,37 +166,6 @@ def test_sequence_and_tensor_parallel_runs_follow_one_process(tmp_path, target, 
 
 
 SHORT = {"ttt_steps": 3, "global_batch_size": 4, "max_steps": 4, "learning_rate": 2e-3, "checkpoint_every": 10}
-
-
-@pytest.mark.slow
-def test_killed_runs_resume_to_the_same_weights_bit_for_bit(tmp_path, target):
-    """Killed once in the middle of a step, and once while a checkpoint is being written. Then the newest checkpoint is
-    damaged by hand, so that the one before it is used."""
-    recipe = str(write_recipe(tmp_path, target, training={**SHORT, "max_steps": 12, "checkpoint_every": 2}))
-    command = (sys.executable, "launchers/train.py", "--recipe", recipe)
-    finish(launch(*command, f"output.dir={tmp_path / 'undisturbed'}"))
-    run = tmp_path / "run"
-
-    process = launch(*command)
-    kill_when(process, lambda: (run / "metrics.jsonl").exists() and len(metrics(run)) >= 3)
-    process = launch(*command, "--resume")
-    kill_when(process, lambda: any((run / "checkpoints").glob("step-*6.partial")) or len(metrics(run)) >= 7)
-    newest = sorted(path for path in (run / "checkpoints").glob("step-*") if path.suffix != ".partial")[-1]
-    weights = max(newest.rglob("*.pt"), key=lambda path: path.stat().st_size)
-    weights.write_bytes(weights.read_bytes()[:-1])
-    output = finish(launch(*command, "--resume"))
-    assert f"{newest}: {weights.name} is damaged; renamed to unusable-step" in output
-
-    require_same_run(tmp_path / "undisturbed", run)
-    assert [record["step"] for record in metrics(run)] == list(range(1, 13))
-    kept = [path for path in (run / "checkpoints").glob("step-*") if path.suffix != ".partial"]
-    assert len(kept) <= 3  # two and the best
-
-
-def kill_when(process, happened):
-    wait_until(happened, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
 
 
 def test_a_run_exports_a_draft_and_judges_it_with_its_target(tmp_path, target, topology):

@@ -12,7 +12,6 @@ import yaml
 from limits import HANG_SECONDS
 from places import ROOT
 from processes import free_port
-from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -122,12 +121,3 @@ def metrics(folder: Path, kind: str = "train") -> list[dict]:
     """The records of one kind in a run's metrics.jsonl."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if record["kind"] == kind]
-
-
-def require_same_run(one: Path, other: Path) -> None:
-    """Asserts that both runs are equal, bit for bit."""
-    mine, theirs = (load_file(folder / "export" / "model.safetensors") for folder in (one, other))
-    assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
-    computed = ("step", "loss", "gradient_norm", "learning_rate")
-    courses = [[[record[name] for name in computed] for record in metrics(folder)] for folder in (one, other)]
-    assert courses[0] == courses[1] and len(courses[0]) > 1
