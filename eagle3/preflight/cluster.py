@@ -67,7 +67,8 @@ class Cluster:
                 answer = {"trouble": in_one_line(error)}
         answers = {rank: each for rank, each in enumerate(self.gather(answer)) if each is not None}
         if troubles := {rank: each["trouble"] for rank, each in answers.items() if "trouble" in each}:
-            raise Flaw(name, f"{self.named(troubles)}: {next(iter(troubles.values()))}", remedy)
+            where = self.where(troubles) if ranks == self.leaders else self.named(troubles)
+            raise Flaw(name, f"{where}: {next(iter(troubles.values()))}", remedy)
         return {rank: each["answer"] for rank, each in answers.items()}
 
     def named(self, ranks: Collection[int]) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryFile
 
 from eagle3.console import data_size
 from eagle3.draft.config import DraftConfig
@@ -29,22 +29,15 @@ def check_shared(cluster: Cluster, key: str, folder: Path, patience: float = PAT
     remedy = f"set {key} to a folder on a file system that every node mounts and can write to"
     with ExitStack() as left:
         marker = cluster.ask(key, lambda: left.enter_context(_marker(folder)), remedy, [0])[0]
-        replies = cluster.ask(key, lambda: _await_marker(folder, *marker, patience), remedy, cluster.leaders)
-    lacking = [rank for rank, why in replies.items() if why]
-    if lacking:
-        raise Flaw(key, f"{folder}: {replies[lacking[0]]} on {cluster.where(lacking)}", remedy)
+        cluster.ask(key, lambda: _await_marker(folder, *marker, patience), remedy, cluster.leaders)
     verdict = "is writable" if len(cluster.ranks) == 1 else f"is shared by {len(cluster.ranks)} nodes"
     return Finding(key, "ok", f"the place of {folder} {verdict}")
 
 
 def check_cache(cluster: Cluster, key: str, folder: Path) -> Finding:
     """Checks that every node can write to the folder. They need not share it; sharing only saves work. Collective."""
-
-    def write() -> None:
-        with _marker(folder):
-            pass
-
-    cluster.ask(key, write, f"set {key} to a place that this user can write to on every node", cluster.leaders)
+    remedy = f"set {key} to a place that this user can write to on every node"
+    cluster.ask(key, lambda: TemporaryFile(dir=_existing_parent(folder)).close(), remedy, cluster.leaders)
     return Finding(key, "ok", f"{folder} is writable")
 
 
@@ -150,12 +143,12 @@ def _marker(folder: Path) -> Iterator[tuple[str, int]]:
         yield name, _and_above(folder).index(place)
 
 
-def _await_marker(folder: Path, name: str, above: int, patience: float) -> str:
-    """Waits for the marker that a different node leaves. Returns "" if it appears with the right content and this node
-    can write beside it, otherwise the reason. patience: in seconds."""
+def _await_marker(folder: Path, name: str, above: int, patience: float) -> None:
+    """Waits for the marker that a different node leaves. Raises OSError unless it appears with the right content, and
+    this node can write beside it. patience: in seconds."""
     path = _and_above(folder)[above] / name
     if not path.parent.is_dir():
-        return f"no folder {path.parent}"
+        raise OSError(f"no folder {path.parent}")
     until = time.monotonic() + patience
     while True:
         os.listdir(path.parent)  # makes a network file system refresh its cached listing
@@ -163,6 +156,7 @@ def _await_marker(folder: Path, name: str, above: int, patience: float) -> str:
             if path.read_text(encoding="utf-8") == name:
                 break
         if time.monotonic() > until:
-            return f"{path.parent} is not the first node's folder of this name, whose new file does not appear"
+            raise OSError(f"{path.parent} is not the first node's folder of this name, whose new file does not appear")
         time.sleep(0.1)
-    return "" if os.access(path.parent, os.W_OK | os.X_OK) else f"{path.parent} is not writable"
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise OSError(f"{path.parent} is not writable")
