@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from eagle3.draft.rope_parameters import complete_rope, rope_parameters
 from eagle3.durable import file_digest
@@ -18,16 +18,9 @@ _NORMED = {"architectures": ["Eagle3Qwen3ForCausalLM"], "model_type": "qwen3"}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 MOST_AUX_LAYERS = 8  # that a draft reads
 DRAFTED_TOKENS = 32_000  # size of the draft vocabulary in EAGLE3's own drafts
+# Sizes that tensor parallelism divides.
+TENSOR_PARALLEL = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "draft_vocab_size")
 _SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-
-
-class Indivisible(NamedTuple):
-    """A size of a draft that a number of ranks does not divide."""
-
-    degree: str  # of which parallelism: tensor or ulysses
-    name: str
-    size: int  # for ulysses, of one tensor-parallel rank
-    near: list[int]  # degrees that would divide it
 
 
 @dataclass(frozen=True)
@@ -101,20 +94,10 @@ class DraftConfig:
         """Width of the target's states that the draft fuses, side by side."""
         return self.num_aux_hidden_states * self.target_hidden_size
 
-    def indivisible(self, tensor: int, ulysses: int) -> "Indivisible | None":
-        """What cannot be divided by these degrees, if anything. Fewer key/value heads than `tensor` cannot; fewer than
-        `ulysses` can, since they are replicated."""
-        names = ("num_key_value_heads", "num_attention_heads", "intermediate_size", "draft_vocab_size")
-        for name in names:
-            if getattr(self, name) % tensor:
-                fits = [n for n in range(1, tensor) if not any(getattr(self, other) % n for other in names)]
-                return Indivisible("tensor", name, getattr(self, name), fits[-3:])
-        heads = self.num_attention_heads // tensor
-        if heads % ulysses:
-            fits = [n for n in range(1, heads + 1) if heads % n == 0]
-            near = [n for n in fits if n < ulysses][-1:] + [n for n in fits if n > ulysses][:1]
-            return Indivisible("ulysses", "num_attention_heads", heads, near)
-        return None
+    def is_divided_by(self, tensor: int, ulysses: int = 1) -> bool:
+        """Whether so many ranks can share the draft. (Ulysses replicates key/value heads that are too few.)"""
+        whole = all(getattr(self, name) % tensor == 0 for name in TENSOR_PARALLEL)
+        return whole and self.num_attention_heads // tensor % ulysses == 0
 
     def holds_chain(self, steps: int) -> bool:
         """Whether the window has room for the keys of a chain of `steps` tokens."""

@@ -12,7 +12,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from eagle3.console import Say
-from eagle3.draft.config import DraftConfig, read_draft_config
+from eagle3.draft.config import TENSOR_PARALLEL, DraftConfig, read_draft_config
 from eagle3.errors import SharedUserError
 from eagle3.recipe.schema import Recipe
 from eagle3.targets.sglang.asking import START
@@ -61,19 +61,21 @@ def require_servers_named(recipe: Recipe) -> None:
 
 def require_divisible(draft: DraftConfig, tensor: int, ulysses: int) -> None:
     """Raises UserError, naming sizes that would work, if the draft cannot be divided by these degrees."""
-    wrong = draft.indivisible(tensor, ulysses)
-    if wrong is None:
-        return
-    near = " or ".join(map(str, wrong.near))
-    if wrong.degree == "tensor":
+    for name in TENSOR_PARALLEL:
+        if getattr(draft, name) % tensor:
+            near = [n for n in range(1, tensor) if draft.is_divided_by(n)][-3:]
+            raise SharedUserError(
+                f"parallelism.tensor: {tensor} does not divide the draft's {name} {getattr(draft, name)}; use "
+                f"{' or '.join(map(str, near))}, or change it under model.draft"
+            )
+    if not draft.is_divided_by(tensor, ulysses):
+        heads = draft.num_attention_heads // tensor
+        fits = [n for n in range(1, heads + 1) if heads % n == 0]
+        near = [*[n for n in fits if n < ulysses][-1:], *[n for n in fits if n > ulysses][:1]]
         raise SharedUserError(
-            f"parallelism.tensor: {tensor} does not divide the draft's {wrong.name} {wrong.size}; use {near}, or "
-            "change it under model.draft"
+            f"parallelism.ulysses: {ulysses} does not divide the {heads} attention heads of a tensor-parallel rank; "
+            f"use {' or '.join(map(str, near))}, and parallelism.ring for the rest"
         )
-    raise SharedUserError(
-        f"parallelism.ulysses: {ulysses} does not divide the {wrong.size} attention heads of a tensor-parallel rank; "
-        f"use {near}, and parallelism.ring for the rest"
-    )
 
 
 def require_chain(draft: DraftConfig, steps: int, key: str, origin: str) -> None:

@@ -102,7 +102,7 @@ def layouts(planned: Planned, gpus: int) -> Iterator[Planned]:
     for sequence in _divisors(gpus // planned.sizes.tensor) if gpus % planned.sizes.tensor == 0 else ():
         for ulysses in _divisors(sequence):
             crosses = ulysses * planned.sizes.tensor > Machine().node
-            if crosses or planned.draft.indivisible(planned.sizes.tensor, ulysses):
+            if crosses or not planned.draft.is_divided_by(planned.sizes.tensor, ulysses):
                 continue
             data = gpus // (planned.sizes.tensor * sequence)
             sizes = Sizes(planned.sizes.tensor, ulysses, sequence // ulysses, data)
