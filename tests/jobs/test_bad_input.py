@@ -183,7 +183,7 @@ def test_a_home_folder_is_found_behind_a_tilde(recipe, monkeypatch):
     ("damage", "message"),
     [
         (lambda folder: (folder / "config.json").unlink(), "config.json: no such file; copy it there"),
-        (lambda folder: (folder / WEIGHTS).unlink(), "no weights in this folder"),
+        (lambda folder: (folder / WEIGHTS).unlink(), "no weights .* in this folder"),
         (lambda folder: os.truncate(folder / WEIGHTS, 1000), CUT_OFF),
         (lambda folder: os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 1), CUT_OFF),
         (lambda folder: (folder / WEIGHTS).write_text("version https://git-lfs"), "a git-lfs pointer"),
@@ -231,10 +231,12 @@ def test_a_target_that_is_not_there_or_not_whole_is_named(refused, target, tmp_p
 
 def test_a_draft_given_as_target_is_called_a_draft(refused, recipe, tmp_path):
     """An export has no tokenizer, and to copy one there would help nobody."""
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 300}))
-    refused(f"^target '{tmp_path}': is a draft, not a target; name", f"model.target={tmp_path}")
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLMEagle3"], "vocab_size": 300}))
+    refused(f"^target '{draft}': is a draft, not a target; name", f"model.target={draft}")
     with pytest.raises(UserError, match="is a draft, not a target"):
-        require_inputs(load_recipe(recipe, [f"model.target={tmp_path}"]))
+        require_inputs(load_recipe(recipe, [f"model.target={draft}"]))
 
 
 def test_a_target_without_chat_template_asks_for_one(refused, recipe, tmp_path):
@@ -338,7 +340,7 @@ def test_a_value_that_this_run_cannot_have_is_refused(refused, overrides, messag
         ({"zero_optimization": {"stage": 2, "overlap_com": True}}, "zero_optimization.overlap_com: Extra inputs"),
         ({"zero_optimisation": {"stage": 1}}, "zero_optimisation.*did you mean zero_optimization?"),
         ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.*remove it"),
-        ({"zero_optimization": {"stage": 2, "offload_optimizer": {}}}, "offload_optimizer.*remove it"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.*remove it"),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, "scheduler is not used here.*remove it"),
         ({"fp16": {"enabled": True}}, "fp16 is not used here.*remove it"),
         ({"fp16": True}, "fp16"),
