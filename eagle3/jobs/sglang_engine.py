@@ -78,12 +78,10 @@ class SGLangEngine:
         most = self._room(processes)
         with ExitStack() as stack:
             spool = stack.enter_context(Spool(self.settings.spool, self.say, most))
-            if urls:
-                self._require(urls)
-            else:
+            if not urls:
                 engine = SGLangServer(*self._own_server(), _devices(target.tensor), self.say)
                 urls = [stack.enter_context(engine).url]
-            probe = self._compare_with_store(self._probes(urls, expected), expected)
+            probe = self._compare(urls, expected, Path(self.job.recipe.hidden_states.path) / PROBE_FILE)
             servers = Servers(urls, spool.path, target.in_flight, self.say)
             servers.check = partial(self._require_unchanged, probe)
             servers.remedy = (
@@ -106,7 +104,7 @@ class SGLangEngine:
     def live(self, kept: Encoding, head: TargetHead, topology: Topology) -> Iterator[SpooledSource]:
         """Source of this rank's rows from the recipe's servers. The first rank of each stream requests them.
         Collective. kept: see `capturing`"""
-        probe = agreed(self._compare_servers, topology.is_first)
+        probe = agreed(lambda: self._compare(self.urls, own_probe(self.job, self.say)), topology.is_first)
         most, asks = self._room(topology.data.size()), topology.stream.rank() == 0
         with ExitStack() as stack:
             spool = agreed(lambda: stack.enter_context(Spool(self.settings.spool, self.say, most)), asks)
@@ -157,9 +155,31 @@ class SGLangEngine:
 
     # What its servers compute
 
-    def _require(self, urls: Sequence[str]) -> None:
-        """See `require_capture`."""
-        for url in urls:
+    def _compare(self, urls: Sequence[str], expected: Rows | None, file: Path | None = None) -> Rows:
+        """What all servers compute of the probe document. Raises UserError unless that is what is expected or, if
+        nothing is, what the store was captured from, whose `file` remembers it, and the servers' SGLang was tested."""
+        origin = "transformers"
+        if expected is None:
+            for url in urls:
+                if not is_tested(release := reported(url, ServerInfo).version):
+                    raise SharedUserError(
+                        f"target.allow_untested: {url} runs SGLang {release}, and this target cannot be computed with "
+                        f"transformers here to check it; install {SUPPORTED}"
+                    )
+            expected, origin = file and read_probe(file, self.job), "what the store was captured from"
+        rows = require_same_target(map(self._probe, urls), expected, origin)
+        if file and not file.exists():
+            write_probe(file, rows)
+        return rows
+
+    def _require_unchanged(self, probe: Rows, url: str) -> None:
+        """Raises ServerDiffers if a server is no longer what it was at the job's start, when it computed `probe`."""
+        require_same_target([self._probe(url)], probe, "this job's start")
+
+    def _probe(self, url: str) -> tuple[str, Rows]:
+        """A server, and what it computes of the probe document, which passes through a spool of its own. Raises
+        ServerDiffers if one of the recipe's servers does not capture what this job needs."""
+        if self.urls:
             require_capture(
                 url,
                 self.settings._asdict(),
@@ -169,50 +189,12 @@ class SGLangEngine:
                 longest=self.job.inputs.longest,
                 allow_untested=self.options.allow_untested,
             )
-
-    def _probes(self, urls: Sequence[str], expected: Rows | None) -> Iterator[tuple[str, Rows]]:
-        """Each server, and what it computes of the probe document. Raises UserError if there is nothing to compare that
-        with, and the server's SGLang was not tested."""
-        for url in urls:
-            release = reported(url, ServerInfo).version
-            if expected is None and not is_tested(release):
-                raise SharedUserError(
-                    f"target.allow_untested: {url} runs SGLang {release}, and this target cannot be computed with "
-                    f"transformers here to check it; install {SUPPORTED}"
-                )
-            yield self._probe(url)
-
-    def _probe(self, url: str) -> tuple[str, Rows]:
-        """A server, and what it computes of the probe document, which passes through a spool of its own."""
         with Spool(self.settings.spool, self.say) as spool:
             servers = Servers([url], spool.path, 1, self.say, PROBE_SECONDS)
             room = 2 * spool_bytes(self.encoding, WantedRows.all(PROBE_TOKENS))
             with closing(Producer(servers, spool, room, readers=0)) as producer:
                 (rows,) = self._target(producer, self.encoding).prefill([probe_document(self.known.config.vocab_size)])
                 return f"target.servers: {url}" if self.urls else "SGLang", rows
-
-    def _require_unchanged(self, probe: Rows, url: str) -> None:
-        """Raises ServerDiffers if a server is no longer what it was at the job's start, when it computed `probe`."""
-        require_same_target([self._probe(url)], probe, "this job's start")
-        self._require([url] if self.urls else [])
-
-    def _compare_with_store(self, probes: Iterable[tuple[str, Rows]], expected: Rows | None) -> Rows:
-        """Raises UserError unless all servers compute what is expected or, if that is not known, what the store was
-        captured from, which a new store remembers. Returns that."""
-        file, origin = Path(self.job.recipe.hidden_states.path) / PROBE_FILE, "transformers"
-        if expected is None:
-            expected, origin = read_probe(file, self.job), "what the store was captured from"
-        rows = require_same_target(probes, expected, origin)
-        if not file.exists():
-            write_probe(file, rows)
-        return rows
-
-    def _compare_servers(self) -> Rows:
-        """Raises UserError unless the recipe's servers capture what this job needs, and compute the target's hidden
-        states. Returns those of the probe document."""
-        self._require(self.urls)
-        expected = own_probe(self.job, self.say)
-        return require_same_target(self._probes(self.urls, expected), expected, "transformers")
 
 
 def engine_options(known: KnownTarget) -> EngineOptions:
