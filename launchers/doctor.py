@@ -81,14 +81,14 @@ def findings(
     """Runs the checks and yields their findings. Collective: every rank goes through all of them, in this order. Checks
     that may leave a link broken come last; golden cases, which need all links, only if none has failed (`states`)."""
     from eagle3.jobs import doctor, verify
-    from eagle3.preflight import bandwidth, machine, places, sameness
+    from eagle3.preflight import bandwidth, places, start
 
-    for name, traits in sameness.own_traits(recipe, deepspeed).items():
-        yield from outcomes(sameness.compare, cluster, name, traits)
+    for name, traits in start.own_traits(recipe, deepspeed).items():
+        yield from outcomes(start.compare, cluster, name, traits)
     # From here on all ranks use the first rank's recipe, so that they make the same checks.
     recipe = Recipe.model_validate(cluster.gather(recipe.model_dump(mode="json"))[0])
-    yield from outcomes(machine.check_gpus, cluster, topology.device)
-    yield from outcomes(machine.check_open_files, cluster)
+    yield from outcomes(doctor.check_gpus, cluster, topology.device)
+    yield from outcomes(start.check_open_files, cluster)
     yield from outcomes(places.check_shared, cluster, "output.dir", recipe.output.dir)
     if recipe.hidden_states.mode == "live" and recipe.target.backend == "sglang" and len(cluster.ranks) > 1:
         yield from outcomes(places.check_shared, cluster, "target.spool", Path(recipe.target.spool))

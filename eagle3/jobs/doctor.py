@@ -1,5 +1,5 @@
-"""What doctor.py finds out about a job's draft: whether its kernels agree with the definition, and how large a
-checkpoint is."""
+"""What doctor.py finds out about a job's GPUs and its draft: whether its kernels agree with the definition, and how
+large a checkpoint is."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -23,7 +23,7 @@ from eagle3.kernels.choice import (
 )
 from eagle3.kernels.proof import KernelDemand
 from eagle3.parallel.topology import Topology
-from eagle3.preflight.cluster import Cluster, Finding
+from eagle3.preflight.cluster import Cluster, Finding, Flaw, owners
 from eagle3.preflight.places import checkpoint_bytes
 from eagle3.recipe.schema import Recipe
 
@@ -34,6 +34,35 @@ def checkpoint_of(recipe: Recipe) -> int | None:
     """Bytes of one checkpoint of this recipe; None if the target's config is not available (yet)."""
     draft = _draft(recipe)
     return draft and checkpoint_bytes(draft, recipe.parallelism.tensor, getattr(torch, recipe.training.dtype).itemsize)
+
+
+def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
+    """Checks that all ranks have the same GPUs. Collective. (That each has one to itself, NCCL checks.)"""
+
+    def look() -> tuple[str, int, int] | None:
+        if device.type != "cuda":
+            return None
+        return torch.cuda.get_device_name(device), *torch.cuda.mem_get_info(device)
+
+    gpus = cluster.ask("gpus", look, "look at nvidia-smi there")
+    if not any(gpus.values()):
+        return Finding("gpus", "note", "none: this is a CPU job, for tests and demonstrations")
+    if without := [rank for rank, gpu in gpus.items() if gpu is None]:
+        raise Flaw("gpus", f"no GPU for {cluster.named(without)}", "look at nvidia-smi and CUDA_VISIBLE_DEVICES there")
+    kinds = owners((rank, name) for rank, (name, _, _) in gpus.items())
+    if len(kinds) > 1:
+        raise Flaw(
+            "gpus",
+            "; ".join(f"{kind} on {cluster.named(ranks)}" for kind, ranks in kinds.items()),
+            "use nodes with the same GPUs: the slowest one sets the pace of all",
+        )
+    free, total, rank = min((free, total, rank) for rank, (_, free, total) in gpus.items())
+    return Finding(
+        "gpus",
+        "ok",
+        f"{len(gpus)} x {next(iter(kinds))} on {len(cluster.ranks)} node(s); least free memory {free / 2**30:.1f} of "
+        f"{total / 2**30:.1f} GiB ({cluster.named([rank])})",
+    )
 
 
 def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Iterator[Finding]:

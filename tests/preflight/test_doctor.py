@@ -15,9 +15,8 @@ from tiny_run import deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3.errors import SharedUserError
 from eagle3.packages import versions
-from eagle3.preflight import bandwidth, machine, places, sameness
+from eagle3.preflight import bandwidth, places, start
 from eagle3.preflight.cluster import Cluster, Flaw, StoreGather, join
-from eagle3.preflight.start import require_room
 
 
 def as_ranks(work, nodes=("a", "b"), timeout=10.0):
@@ -179,7 +178,7 @@ def test_a_version_that_one_node_lacks_is_named():
     assert here["no-such-package"] == "absent" and here["python"] == ".".join(map(str, sys.version_info[:3]))
     newer = here | {"torch": "99.0"}
     unequal, equal = (
-        only(as_ranks(lambda cluster, traits=traits: sameness.compare(cluster, "versions", traits[cluster.rank])))
+        only(as_ranks(lambda cluster, traits=traits: start.compare(cluster, "versions", traits[cluster.rank])))
         for traits in ((here, newer), (here, here))
     )
     assert unequal.state == "failed" and unequal.found == f"torch: {here['torch']} on node a; 99.0 on node b"
@@ -233,9 +232,9 @@ def test_a_disk_that_checkpoints_would_fill_is_found_before_they_do(small_disk):
     finding = only(as_ranks(lambda cluster: places.check_space(cluster, run, 300_000, 4)))
     assert finding.state == "failed" and "training.keep_checkpoints" in finding.remedy
     assert only(as_ranks(lambda cluster: places.check_space(cluster, run, 250_000, 4))).state == "ok"
-    require_room(run, 1_000_000)
+    start.require_room(run, 1_000_000)
     with pytest.raises(SharedUserError, match="disk space: .* free, 1.1 MB for a checkpoint; free some"):
-        require_room(run, 1_100_000)
+        start.require_room(run, 1_100_000)
     assert list(small_disk.iterdir()) == []
 
 
@@ -267,11 +266,11 @@ def test_a_port_that_is_up_gives_its_speed(tmp_path):
 
 def test_a_soft_limit_of_open_files_is_raised_where_it_may_be():
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if before[1] != resource.RLIM_INFINITY and before[1] < machine.LEAST_OPEN_FILES:
+    if before[1] != resource.RLIM_INFINITY and before[1] < start.LEAST_OPEN_FILES:
         pytest.skip("the hard limit is too low here")
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
-        assert machine.open_files() == machine.LEAST_OPEN_FILES
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (machine.LEAST_OPEN_FILES, before[1])
+        assert start.open_files() == start.LEAST_OPEN_FILES
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (start.LEAST_OPEN_FILES, before[1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
