@@ -105,14 +105,16 @@ def find_target(recipe: Recipe, device: torch.device, say: Say, *, make: bool = 
     trained for
     """
     model, template, config = recipe.model, recipe.data.chat_template, config_of(recipe)
+    target = model.target
     # Refuse impossible sizes before anything is made or read.
     aux_layers_of(recipe, config)
     if model.draft.vocabulary is None and model.draft.init_from is None:
         vocabulary_size(model.draft, config.vocab_size)
-    target = str(_demo(recipe, device, say, make)) if model.target == "demo" else model.target
+    if target == "demo":
+        target = str(_demo(recipe, device, say, make))
+        config = target_config(target)  # its own, with the ids of special tokens
     with waiting(say, f"reading the tokenizer of {target}"):
         tokenizer = load_tokenizer(target, revision=model.revision, trust_remote_code=model.trust_remote_code)
-    config = target_config(target, revision=model.revision, trust_remote_code=model.trust_model_code)
     return KnownTarget(recipe, target, config, tokenizer, read_template(template) if template else None)
 
 
