@@ -85,7 +85,9 @@ def stored_settings(recipe: Recipe) -> dict[str, Any]:
 def store_encoding(recipe: Recipe, shape: DraftConfig) -> Encoding:
     """How rows are encoded in a store. shape: the draft's"""
     width = shape.draft_vocab_size if recipe.target.teacher == "logits" else None
-    states = shape.num_aux_hidden_states
     return Encoding(
-        hidden_size=shape.target_hidden_size, aux_layers=states, teacher_width=width, **stored_settings(recipe)
+        hidden_size=shape.target_hidden_size,
+        aux_layers=shape.num_aux_hidden_states,
+        teacher_width=width,
+        **stored_settings(recipe),
     )

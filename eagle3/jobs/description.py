@@ -50,12 +50,14 @@ def describe_run(
     recipe, target, shape, sizes = job.recipe, job.known.config, job.shape, job.recipe.parallelism
     processes, train = dist.get_world_size(), describe_samples(job.inputs.train)
     sources = [source._asdict() for source in job.inputs.sources]
-    data = processes // (sizes.tensor * sizes.ulysses * sizes.ring)
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "continues": continues,
         "steps": steps,
-        "layout": {"tensor": sizes.tensor, "ulysses": sizes.ulysses, "ring": sizes.ring, "data": data},
+        "layout": {
+            **{name: getattr(sizes, name) for name in ("tensor", "ulysses", "ring")},
+            "data": processes // (sizes.tensor * sizes.ulysses * sizes.ring),
+        },
         "machine": _machine(device) | {"processes": processes},
         "kernels": kernels,
         "versions": {name: number for name, number in versions(SHOWN).items() if number != ABSENT},
@@ -153,8 +155,7 @@ def estimate_memory(
         planned = planned_step(job.recipe, job.shape, processes, deepspeed_file, packed=True)
     except UserError as refusal:
         return {"estimate_gib": None, "why": str(refusal)}
-    memory = memory_plan(job.recipe.memory, device.type)
-    planned = dataclasses.replace(planned, device=device.type, memory=memory)
+    planned = dataclasses.replace(planned, device=device.type, memory=memory_plan(job.recipe.memory, device.type))
     training, lengths = job.recipe.training, job.inputs.train.lengths
     documents = min(len(lengths), training.global_batch_size // (planned.sizes.data * training.accumulation))
     tokens = int(np.sort(lengths)[-documents:].sum())

@@ -96,13 +96,12 @@ def diagnose_draft(
     by_context = _by_context(known, exported.config, prompts, decoded, gpu, console)
     read = []
     if others:
-        answers = _answers(target, others, known.recipe.evaluation.new_tokens, console)
         read.append(
             OtherTexts(
                 "the prompts in their other form",
                 "the draft was trained on prompts with the chat template where these have none, or without where these "
                 "have one: give it what it was trained on (data.chat_template, messages in place of text)",
-                _read(target, others, answers),
+                _read(target, others, _answers(target, others, known.recipe.evaluation.new_tokens, console)),
                 EASIER,
             )
         )

@@ -228,8 +228,7 @@ def estimated_pay_off(
     cells = surface(costs, shares, BATCHES, costs.fits)
     if not cells:
         raise UserError(f"--gpu {gpu}: {gpus} of them hold no conversation of these contexts beside the weights")
-    source = f"{ESTIMATED} for {gpus} x {gpu.upper()} by data sheet, not measured"
-    return PayOff(source, cells)
+    return PayOff(f"{ESTIMATED} for {gpus} x {gpu.upper()} by data sheet, not measured", cells)
 
 
 def judgement_record(

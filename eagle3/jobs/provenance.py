@@ -18,12 +18,11 @@ from eagle3.text.samples import Spans
 def target_provenance(known: KnownTarget) -> Provenance:
     """Everything that the target's hidden states of a conversation depend on."""
     template = str(known.chat_template or known.tokenizer.chat_template or "")
-    tokenizer = tokenizer_identity(known.tokenizer)
     return {
         "target": known.fingerprint,
         "target_dtype": known.recipe.model.target_dtype,
         "aux_layers": list(known.aux_layers),
-        "tokenizer": hashlib.sha256(tokenizer.encode()).hexdigest()[:32],
+        "tokenizer": hashlib.sha256(tokenizer_identity(known.tokenizer).encode()).hexdigest()[:32],
         "chat_template": hashlib.sha256(template.encode()).hexdigest()[:32],
     }
 

@@ -47,8 +47,7 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
         if store.record.get("draft_vocabulary") != job.vocabulary.digest:
             say(f"{store.where}: was captured for another draft vocabulary, which changes none of its hidden states")
     if recipe_spans := spans_of(recipe):  # on the first rank only, because describing spans reads all samples
-        anew = spans is not None
-        agreed(lambda: say(recipe_spans.describe(job.inputs.train, anew)), topology.is_first)
+        agreed(lambda: say(recipe_spans.describe(job.inputs.train, anew=spans is not None)), topology.is_first)
     if not stored and recipe.target.backend == "transformers":
         with waiting(say, f"loading {job.known.target}"):
             target = start_target(job.known, topology.device, job.vocabulary)
@@ -67,8 +66,7 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
         source = StoredSource(store)
         yield HiddenStateSupply(samples, spans, source, source, head, None)
     else:
-        kept = store_encoding(recipe, job.shape)
-        with SGLangEngine(job, say).live(kept, head, topology) as source:
+        with SGLangEngine(job, say).live(store_encoding(recipe, job.shape), head, topology) as source:
             yield HiddenStateSupply(samples, spans, source, source.beside(1), head, None)
 
 

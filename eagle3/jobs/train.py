@@ -334,8 +334,9 @@ def _judge(job: Job, run: _Run, target: TransformersTarget | None, finish: Finis
             return True
         judgement = judge(job.inputs, target, folder.export, run.topology, console)
         folder.claim.require()
-        texts = texts_of(job.inputs, {})
-        folder.write_evaluation(judgement_record("evaluation", judgement, job.known, folder.export, texts))
+        folder.write_evaluation(
+            judgement_record("evaluation", judgement, job.known, folder.export, texts_of(job.inputs, {}))
+        )
         return judgement.lossless
     finally:
         finish(folder.path, console)
@@ -375,8 +376,8 @@ def check_layout(gate: Gate, deepspeed_file: Path, job: str) -> str:
             )
         if recipe.hidden_states.mode == "stored" and Path(recipe.model.target).is_dir():
             gate.know(known=find_target(recipe, torch.device("cpu"), say=lambda line: None))
-    needed = sizes.tensor * sizes.ulysses * sizes.ring
-    crosses = "crosses nodes" if nodes > 1 and processes % needed else "inside a node"
+    whole = processes % (sizes.tensor * sizes.ulysses * sizes.ring) == 0
+    crosses = "inside a node" if nodes == 1 or whole else "crosses nodes"
     return (
         f"{nodes} node{'s' * (nodes > 1)} of {processes} process{'es' * (processes > 1)}: tensor {sizes.tensor} x "
         f"ulysses {sizes.ulysses} inside a node, ring {sizes.ring} {crosses}, data {data}; "

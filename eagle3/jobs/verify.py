@@ -92,10 +92,8 @@ def run_case(
     objective = DraftObjective(draft, topology, ring_mode, memory, kernels).to(topology.device)
     batch = _micro_batch(case, topology, steps, sharding, draft.lm_head.weight)
     config, ranks = LossConfig(normalization="tokens"), topology.data.size()
-    tokens = case.inputs["attention_mask"].numel()
-    counts = sum_counts([batch.counts(topology.sequence.rank() == 0)], topology.batch, topology.device)._replace(
-        tokens=tokens
-    )
+    counts = sum_counts([batch.counts(topology.sequence.rank() == 0)], topology.batch, topology.device)
+    counts = counts._replace(tokens=case.inputs["attention_mask"].numel())
     weights = step_weights(config, counts, None)
     if dtype == torch.float64:
         distilled = objective(batch, weights)
@@ -166,8 +164,7 @@ def _micro_batch(
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
     rows = Rows(aux[plan.rows], LastHidden(last[plan.teacher], *teacher))
     draft_head = shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype)
-    batch = BatchMaker(vocabulary.draft_ids, draft_head, dtype).micro_batch(stream, plan, rows)
-    return batch.to(topology.device)
+    return BatchMaker(vocabulary.draft_ids, draft_head, dtype).micro_batch(stream, plan, rows).to(topology.device)
 
 
 def check_golden(cluster: Cluster, folder: Path, deepspeed_file: Path, sizes: Parallelism) -> Iterator[Finding]:

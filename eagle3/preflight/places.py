@@ -108,8 +108,8 @@ def judge_space(folder: Path, free: int, needed: int, content: str) -> Finding:
 def check_space(cluster: Cluster, folder: Path, checkpoint: int | None, count: int) -> Finding:
     """Checks that checkpoints fit on the disk. Collective. checkpoint: bytes per checkpoint, None if unknown. count:
     how many exist at a time."""
-    free = cluster.ask("disk space", lambda: free_bytes(folder), "set output.dir to another place", cluster.leaders)
-    least = min(free.values())
+    remedy = "set output.dir to another place"
+    least = min(cluster.ask("disk space", lambda: free_bytes(folder), remedy, cluster.leaders).values())
     if checkpoint is None:
         return Finding("disk space", "note", f"{folder}: {data_size(least)} free; a checkpoint's size is not known yet")
     return judge_space(folder, least, count * checkpoint, f"{count} checkpoints")
