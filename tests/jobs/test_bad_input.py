@@ -198,8 +198,6 @@ def test_a_targets_folder_that_lacks_something_is_told_by_a_look_at_its_files(re
         require_inputs(changed)
 
 
-
-
 @pytest.mark.parametrize("held_out", ["none", "without prompts"])
 def test_held_out_data_that_cannot_be_judged_is_refused_before_training(refused, recipe, held_out):
     plain = [{"text": f"The tale of {number} goes on without a question."} for number in range(4)]
