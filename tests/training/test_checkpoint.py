@@ -8,45 +8,17 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from definition import small_config
-from places import ZERO2
+from small_engine import RUN, advance, same, small_engine, weights
 
-from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.objective.model import DraftObjective
-from eagle3.recipe.schema import Training
 from eagle3.training.checkpoint import Checkpoints
-from eagle3.training.deepspeed_file import deepspeed_config
-from eagle3.training.engine import full_weights, start_engine, warmup_cosine
+from eagle3.training.engine import warmup_cosine
 from eagle3.training.run_folder import RunFolder
-
-RUN = "0123456789abcdef" * 2
 
 
 @pytest.fixture(scope="module")
 def engine(topology):
-    torch.manual_seed(1)
-    draft = Eagle3Draft(small_config(), topology.modules, torch.float32)
-    training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=100)
-    config = deepspeed_config(ZERO2, training, data_ranks=1)
-    return start_engine(DraftObjective(draft, topology), topology, config, warmup_cosine(100, 0.1, 0.0))
-
-
-def advance(engine, steps=1):
-    """Optimiser steps towards random weights: each depends on the weights, on Adam's state, the rate and on torch's
-    random numbers."""
-    for _ in range(steps):
-        trained = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-        engine.backward(sum((weight - torch.randn_like(weight)).square().sum() for weight in trained))
-        engine.step()
-
-
-def weights(engine):
-    return {name: tensor.clone() for name, tensor in full_weights(engine.module.draft).items()}
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return small_engine(topology)
 
 
 @pytest.fixture
@@ -291,18 +263,15 @@ def test_runs_of_a_few_steps_waste_none(steps, warmup):
     assert all(0 < share(step) <= 1 for step in range(steps))
 
 
-def test_the_engine_takes_the_schedules_rates(engine, topology, checkpoints):
-    torch.manual_seed(1)
-    draft = Eagle3Draft(small_config(), topology.modules, torch.float32)
-    training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=10)
-    config = deepspeed_config(ZERO2, training, data_ranks=1)
-    fresh, share = start_engine(DraftObjective(draft, topology), topology, config, warmup_cosine(10, 0.3, 0.1)), []
+def test_the_engine_takes_the_schedules_rates(topology):
+    schedule, rates = warmup_cosine(10, 0.3, 0.1), []
+    engine = small_engine(topology, steps=10, schedule=schedule)
     for _ in range(10):
-        share.append(fresh.get_lr()[0] / 1e-2)
-        before = weights(fresh)
-        advance(fresh)
-        assert not same(before, weights(fresh))
-    assert share == pytest.approx([warmup_cosine(10, 0.3, 0.1)(step) for step in range(10)])
+        rates.append(engine.get_lr()[0] / 1e-2)
+        before = weights(engine)
+        advance(engine)
+        assert not same(before, weights(engine))
+    assert rates == pytest.approx([schedule(step) for step in range(10)])
 
 
 # metrics.jsonl of a killed run ----------------------------------------------------------------------------------------

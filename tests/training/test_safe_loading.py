@@ -12,18 +12,11 @@ import numpy as np
 import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
-from definition import small_config
-from places import ZERO2
-from test_checkpoint import RUN, advance, same, weights
+from small_engine import RUN, advance, same, small_engine, weights
 
-from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.objective.model import DraftObjective
 from eagle3.patches import FORBID, FORCE, plain_loads
-from eagle3.recipe.schema import Training
 from eagle3.training.checkpoint import Checkpoints, _converted
-from eagle3.training.deepspeed_file import deepspeed_config
-from eagle3.training.engine import start_engine, warmup_cosine
 from eagle3.training.safe_loading import convert, require_plain
 
 FILES = ("mp_rank_*_model_states.pt", "*_optim_states.pt")
@@ -39,24 +32,15 @@ class Payload:
         return exec, (f"import os; os.mkdir({str(self.mark)!r})",)
 
 
-def build_engine(topology, universal):
-    torch.manual_seed(1)
-    draft = Eagle3Draft(small_config(), topology.modules, torch.float32)
-    training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=100)
-    config = deepspeed_config(ZERO2, training, data_ranks=1)
-    config["checkpoint"] = {"load_universal": universal}
-    return start_engine(DraftObjective(draft, topology), topology, config, warmup_cosine(100, 0.1, 0.0))
-
-
 @pytest.fixture(scope="module")
 def engine(topology):
-    return build_engine(topology, universal=False)
+    return small_engine(topology)
 
 
 @pytest.fixture(scope="module")
 def other_layout(topology):
     """An engine that converts what it loads, as with a different number of processes."""
-    return build_engine(topology, universal=True)
+    return small_engine(topology, checkpoint={"load_universal": True})
 
 
 @pytest.fixture

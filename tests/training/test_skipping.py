@@ -5,30 +5,16 @@ import math
 
 import pytest
 import torch
-from definition import small_config
 from places import ZERO2
-from test_checkpoint import advance, same, weights
+from small_engine import advance, same, small_engine, weights
 from tiny_run import make_target, metrics, write_recipe
 
-from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.jobs.train import train
-from eagle3.objective.model import DraftObjective
 from eagle3.patches import NormLimit
 from eagle3.recipe.loading import load_recipe
-from eagle3.recipe.schema import Training
-from eagle3.training.deepspeed_file import deepspeed_config
-from eagle3.training.engine import start_engine, warmup_cosine
 
 LIMIT = 1e6
-
-
-def fresh_engine(topology, dtype):
-    torch.manual_seed(1)
-    draft = Eagle3Draft(small_config(), topology.modules, getattr(torch, dtype))
-    training = Training(global_batch_size=1, learning_rate=1e-2, max_steps=10, dtype=dtype)
-    config = deepspeed_config(ZERO2, training, data_ranks=1)
-    return start_engine(DraftObjective(draft, topology), topology, config, warmup_cosine(10, 0.1, 0.0))
 
 
 def spoil(engine, factor):
@@ -42,7 +28,7 @@ def spoil(engine, factor):
 @pytest.mark.parametrize("factor", [math.nan, math.inf, 1e9])
 def test_a_bad_step_changes_neither_weights_nor_moments(topology, dtype, factor):
     torch.manual_seed(3)
-    engine = fresh_engine(topology, dtype)
+    engine = small_engine(topology, dtype, steps=10)
     norms = NormLimit(engine, LIMIT)
     advance(engine, 2)
     assert not norms.taken().skipped
@@ -55,7 +41,7 @@ def test_a_bad_step_changes_neither_weights_nor_moments(topology, dtype, factor)
     after = weights(engine)
 
     torch.manual_seed(3)
-    undisturbed = fresh_engine(topology, dtype)
+    undisturbed = small_engine(topology, dtype, steps=10)
     advance(undisturbed, 2)
     torch.set_rng_state(state)
     advance(undisturbed)
@@ -64,7 +50,7 @@ def test_a_bad_step_changes_neither_weights_nor_moments(topology, dtype, factor)
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_norm_is_the_one_before_clipping(topology, dtype):
-    engine = fresh_engine(topology, dtype)
+    engine = small_engine(topology, dtype, steps=10)
     norms = NormLimit(engine, LIMIT)
     expected = 2 * math.sqrt(sum(float(weight.double().square().sum()) for weight in weights(engine).values()))
     spoil(engine, 1.0)
