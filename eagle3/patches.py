@@ -1,16 +1,12 @@
-"""Every change that this project makes to other libraries' objects, and every call to their private functions. Each is
-here with its reason, and is checked before a job relies on it. Where an argument, a subclass or a public registration
-is enough, the project uses that instead."""
+"""Every change that this project makes to other libraries' objects, and every call to their private functions, with the
+reason. Where an argument, a subclass or a public registration is enough, the project uses that instead."""
 
 import copyreg
 import datetime
-import inspect
 import math
 import os
-import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import deepspeed.ops
@@ -23,43 +19,8 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from eagle3.errors import SharedUserError
-
 READABLE = [LossScaler, ZeroStageEnum, fragment_address]  # classes that DeepSpeed's files need
 FORCE, FORBID = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch accepts at most one of them
-
-
-# Everything patched or called here: module:attribute -> a function's first parameters, or an object's class.
-RELIED = {
-    "torch.distributed.distributed_c10d:_set_pg_timeout": ("timeout", "group"),
-    "torch.distributed.distributed_c10d:_get_default_store": (),
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.scaled_global_norm": ("self", "norm_type"),
-    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine.save": (
-        "self",
-        "state_dict",
-        "path",
-    ),
-}
-# Separate, because DeepSpeed creates it on first use, by looking at the machine's compilers.
-OPERATIONS = {"deepspeed.ops:__compatible_ops__": dict}
-
-
-def require_relied(relied: Mapping[str, Any] = RELIED) -> None:
-    """Raises UserError if one of these is missing or different in an installed library."""
-    for place, shape in relied.items():
-        try:
-            value = pkgutil.resolve_name(place)
-            actual = tuple(inspect.signature(value).parameters)[: len(shape)] if callable(value) else type(value)
-        except (ImportError, AttributeError):
-            actual = None
-        if actual != shape:
-            is_now = "is missing" if actual is None else f"has another shape ({actual}, not {shape})"
-            attribute = place.replace(":", ".")
-            library = attribute.partition(".")[0]
-            raise SharedUserError(
-                f"{library} {version(library)}: {attribute} {is_now}, which this project relies on; install the "
-                "version that constraints/ names"
-            )
 
 
 # Pickle members by value on every Python: 3.11.0 to 3.11.4 pickle them as getattr(class, name), and safe_loading must
@@ -70,7 +31,6 @@ copyreg.pickle(ZeroStageEnum, lambda member: (ZeroStageEnum, (member.value,)))
 def without_compiled_collective() -> None:
     """Stops DeepSpeed from compiling a shared-memory collective on CPUs. A machine may lack the compiler, and no
     argument turns the compilation off."""
-    require_relied(OPERATIONS)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 

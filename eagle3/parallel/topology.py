@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from eagle3.errors import SharedUserError, UserError, mistake_of
 from eagle3.parallel.sizes import check_sizes, launched
-from eagle3.patches import require_relied, set_timeout, without_compiled_collective
+from eagle3.patches import set_timeout, without_compiled_collective
 
 # How long a job's processes wait for one another before there is a watchdog. They can start minutes apart if nodes read
 # their packages from one busy disk.
@@ -96,7 +96,6 @@ def start_distributed(
     timeout: how long to wait for the other processes, and in a collective outside of `patient`.
     section: the recipe section that holds the sizes, for messages.
     """
-    require_relied()
     if "RANK" not in os.environ:  # started as a plain program: set what a launcher would set
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nothing listens there
