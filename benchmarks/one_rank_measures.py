@@ -34,7 +34,7 @@ from eagle3.states.rows import LastHidden, Rows
 OPTIMISER_BYTES = 12
 MIB = 2**20
 LOSS = LossConfig()  # the default
-CACHE = Path("~/.cache/eagle3").expanduser()  # where training keeps what it found out about kernels
+CACHE = Path("~/.cache/eagle3").expanduser()  # where training keeps FlashAttention 4's compiled kernels
 
 
 @dataclass(frozen=True)

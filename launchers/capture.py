@@ -61,7 +61,7 @@ def run(recipe: Recipe, options: argparse.Namespace, part: tuple[int, int]) -> i
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
     hidden = recipe.hidden_states
-    topology = start_distributed(1, hidden.ulysses, hidden.ring, section="hidden_states")
+    topology = start_distributed(1, hidden.ulysses, hidden.ring)
     with watched_capture(recipe, topology) as watchdog:
         code = work(recipe, options, part, topology, console, watchdog)
     stop_distributed()

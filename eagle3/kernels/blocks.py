@@ -21,13 +21,12 @@ def prove_blocks(
 
 def _shapes(kind: str, demand: KernelDemand) -> list[tuple[int, int]]:
     """Queries and keys of the cases: odd numbers, of which one is less than a kernel's tile."""
-    if kind == "causal":
-        return [(1, 1), (37, 37), (203, 203)]
-    if kind == "windowed":  # some queries see a whole window, others less
-        return [(67, 67), (61, demand.window + 75)]
-    if kind == "banded":  # never short
-        return [(67, 131), (141, 301)]
-    return [(1, 131), (72, 1), (5, 131), (141, 301)]
+    shapes = {
+        "causal": [(1, 1), (37, 37), (203, 203)],
+        "windowed": [(67, 67), (61, (demand.window or 0) + 75)],  # some queries see a whole window, others less
+        "banded": [(67, 131), (141, 301)],  # never short
+    }
+    return shapes.get(kind, [(1, 131), (72, 1), (5, 131), (141, 301)])
 
 
 def _visible(kind: str, queries: int, keys: int, demand: KernelDemand) -> Tensor:

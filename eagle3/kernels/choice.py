@@ -1,12 +1,11 @@
 """Chooses a job's kernels. On CUDA each candidate has to prove itself on the GPU at hand before it is trusted, and the
 fastest right one is used. On a CPU the choice is fixed."""
 
-import hashlib
-import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import eagle3
 from eagle3.attention.block import BlockKernels, block_candidates, own_candidates
 from eagle3.attention.cuda import has_flash4
 from eagle3.console import Console
 from eagle3.draft.pointwise import pointwise_candidates
-from eagle3.durable import Lock, file_digest, lock, write_text
+from eagle3.durable import Lock, lock
 from eagle3.errors import SharedUserError
 from eagle3.kernels.blocks import prove_blocks
 from eagle3.kernels.loss import prove_loss
@@ -28,18 +26,12 @@ from eagle3.kernels.pointwise import prove_pointwise
 from eagle3.kernels.proof import KernelDemand, KernelVerdict
 from eagle3.objective.distill import loss_candidates
 from eagle3.objective.model import Kernels
-from eagle3.packages import versions
 from eagle3.parallel.topology import gathered
-from eagle3.parsing import parse_json
 
 OWN, POINTWISE, LOSS = "own", "pointwise", "loss"
 OTHERS = (OWN, POINTWISE, LOSS)
 OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
-SOURCES = ("attention/*.py", "draft/*.py", "objective/*.py", "kernels/*.py", "operators.py")  # of kernels and proofs
-DRIVER = Path("/proc/driver/nvidia/version")
-SETTINGS = ("NVIDIA_TF32", "CUBLAS", "TORCH_BLAS", "FLASH_ATTENTION")  # environment variables that change kernels
-
-FLASH4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"  # variables that do not
+FLASH4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 NONE_RIGHT = "free memory of the GPU, update torch and the driver, or use another GPU"  # remedy
 
 Table = Mapping[str, Sequence[KernelVerdict]]  # verdicts by kind of block, and for `OTHERS`
@@ -138,11 +130,11 @@ def choose_kernels(
     before: Names | None = None,
     among: dist.ProcessGroup | None = None,
 ) -> Choice:
-    """The kernels of a job. Collective over `among` (by default, the job). On CUDA all candidates are proven first,
-    unless `cache` holds the verdicts for this GPU, driver and torch. Ranks that disagree use what is right on all of
-    them.
+    """The kernels of a job. Collective over `among` (by default, the job). On CUDA all candidates are proven first.
+    Ranks that disagree use what is right on all of them.
 
     group: of this rank alone.
+    cache: a folder for FlashAttention 4's compiled kernels.
     pinned: see Candidates.of.
     before: the kernels that the job used before it was resumed. They are used again if they are still right.
 
@@ -154,26 +146,18 @@ def choose_kernels(
         return Choice(candidates.kernels(names), names, {})
     if cache and has_flash4(device):
         _keep_compiled(cache / "flash4")
-    known = {kind: [each.name for each in kernels] for kind, kernels in candidates.of_kind.items()}
-
-    def prove() -> Table:
-        return candidates.prove(demand, group, device, timed=True)
-
-    file = cache and cache / "kernels" / f"{_key(demand, pinned, device)}.json"
-    table = remembered(file, known, prove) if file else prove()
+    table = candidates.prove(demand, group, device, timed=True)
     return pick(candidates, agreement(gathered(table, among)), before)
 
 
 def _keep_compiled(folder: Path) -> None:
     """Lets FlashAttention 4, which is imported later, keep its compiled kernels in a folder, if it can lock files."""
-    try:
+    with suppress(OSError):  # otherwise they are compiled anew
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
             if lock(file) is Lock.HELD:
                 os.environ.setdefault(f"{FLASH4_CACHE}_ENABLED", "1")
                 os.environ.setdefault(f"{FLASH4_CACHE}_DIR", str(folder))
-    except OSError:
-        pass  # they are compiled anew
 
 
 def agreement(tables: Sequence[Table]) -> Table:
@@ -191,9 +175,9 @@ def _worst(verdicts: Sequence[KernelVerdict]) -> KernelVerdict:
     wrong = sum(not each.right for each in verdicts)
     if 0 < wrong < len(verdicts):
         where = f"on rank {rank} (wrong on {wrong} of {len(verdicts)})"
-        return KernelVerdict(worst.kernel, worst.error, f"{worst.reason} {where}")
+        return worst._replace(reason=f"{worst.reason} {where}", seconds=None)
     seconds = [each.seconds for each in verdicts if each.seconds is not None]
-    return KernelVerdict(worst.kernel, worst.error, worst.reason, max(seconds, default=None))
+    return worst._replace(seconds=max(seconds, default=None))
 
 
 def pick(candidates: Candidates, table: Table, before: Names | None = None) -> Choice:
@@ -230,47 +214,3 @@ def described(kind: str) -> str:
 def parsed(values: dict[str, list[list[Any]]]) -> Table:
     """A table from JSON."""
     return {kind: [KernelVerdict(*verdict) for verdict in verdicts] for kind, verdicts in values.items()}
-
-
-def remembered(file: Path, kernels: Mapping[str, list[str]], prove: Callable[[], Table]) -> Table:
-    """The verdicts on these kernels in the file, or new ones. Those are written there if possible, unless a kernel
-    raised an error, which may have been for want of memory."""
-    try:
-        table = parsed(parse_json(file.read_text(encoding="utf-8")))
-        if {kind: [each.kernel for each in verdicts] for kind, verdicts in table.items()} == kernels:
-            return table
-    except (OSError, ValueError, TypeError, AttributeError):
-        pass  # there is none, or it is damaged
-    table = prove()
-    if any(each.raised for verdicts in table.values() for each in verdicts):
-        return table
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, json.dumps(table, indent=2) + "\n")
-    except OSError:
-        pass  # it would have saved the next start some seconds
-    return table
-
-
-def _key(demand: KernelDemand, pinned: str, device: torch.device) -> str:
-    """Digest of everything that a verdict depends on."""
-    package = Path(eagle3.__file__).parent
-    facts = {
-        **{name: str(value) for name, value in asdict(demand).items()},
-        "pinned": pinned,
-        "gpu": str(torch.cuda.get_device_properties(device)),
-        "driver": DRIVER.read_text(encoding="utf-8", errors="replace") if DRIVER.exists() else "",
-        "versions": versions(("torch", "triton", "flash-attn-4")),
-        "cuda": torch.version.cuda,
-        "settings": [
-            torch.get_float32_matmul_precision(),
-            torch.are_deterministic_algorithms_enabled(),
-            sorted(
-                (name, value)
-                for name, value in os.environ.items()
-                if name.startswith(SETTINGS) and not name.startswith(FLASH4_CACHE)
-            ),
-        ],
-        "sources": [file_digest(path) for pattern in SOURCES for path in sorted(package.glob(pattern))],
-    }
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]

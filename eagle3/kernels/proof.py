@@ -70,7 +70,6 @@ class KernelVerdict(NamedTuple):
     error: float  # the largest of its errors, as a multiple of its bound; inf: it raised, or gave numbers not finite
     reason: str = ""  # what is wrong; empty for a right one
     seconds: float | None = None  # forward and backward of the timed case; None: not timed
-    raised: bool = False  # whether it raised an error, which may not happen again
 
     @property
     def right(self) -> bool:
@@ -114,7 +113,7 @@ def _verdict(
                     return KernelVerdict(kernel.name, worst, f"{name} is off by {error:.1e} (bound {bound:.1e})")
         return KernelVerdict(kernel.name, worst, seconds=seconds_of(lambda: timed(kernel), device) if timed else None)
     except Exception as error:  # a compiler's, a driver's, a library's: none of them may end the job
-        return KernelVerdict(kernel.name, float("inf"), raised(error), raised=True)
+        return KernelVerdict(kernel.name, float("inf"), raised(error))
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:

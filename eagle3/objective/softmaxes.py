@@ -76,12 +76,8 @@ class PlainSoftmaxes:
     def finish(self, factors: Tensor | None, overlaps: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         steps = zip(self.exp, self.total, strict=True)
         overlap = torch.stack([(self.full * total[:, None]).clamp_(max=exp).sum(-1) / total for exp, total in steps])
-        if factors is not None:
-            self._differentiate(factors, overlaps)
-        return overlap, None if factors is None else self.exp.to(dtype)
-
-    def _differentiate(self, factors: Tensor, overlaps: bool) -> None:
-        """Turns `exp` into the gradient of the draft's logits."""
+        if factors is None:
+            return overlap, None
         if overlaps:
             steps = zip(self.exp, self.total, strict=True)
             below_sums = torch.stack(
@@ -97,6 +93,7 @@ class PlainSoftmaxes:
             p.sub_(self.q).mul_(of_cross_entropy)
             if overlaps:
                 p.add_(term.mul_(of_overlap))
+        return overlap, self.exp.to(dtype)  # now the gradient
 
 
 class LossKernel(NamedTuple):

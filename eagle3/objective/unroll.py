@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -41,13 +41,7 @@ class UnrollInputs:
         self, change: Callable[[Tensor], Tensor], change_rows: Callable[[Tensor], Tensor | StreamedRows]
     ) -> "UnrollInputs":
         """Applies `change_rows` to aux, and `change` once to each other tensor but the plan's; steps share tensors."""
-        changed: dict[int, Tensor] = {}
-
-        def once(tensor: Tensor) -> Tensor:
-            if id(tensor) not in changed:
-                changed[id(tensor)] = change(tensor)
-            return changed[id(tensor)]
-
+        once = cache(change)
         names = ("key_slots", "query_slots", "tokens", "key_tokens", "key_positions", "query_tokens", "query_positions")
         return replace(
             self,

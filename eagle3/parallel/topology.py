@@ -85,7 +85,6 @@ def start_distributed(
     ulysses: int = 1,
     ring: int = 1,
     timeout: datetime.timedelta = FORMING,
-    section: str = "parallelism",
 ) -> Topology:
     """Joins the job that `deepspeed` or `torchrun` started, or becomes a job with one process, and forms the groups.
 
@@ -94,12 +93,11 @@ def start_distributed(
 
     tensor, ulysses, ring: sizes of these groups; the job is data-parallel beyond them.
     timeout: how long to wait for the other processes, and in a collective outside of `patient`.
-    section: the recipe section that holds the sizes, for messages.
     """
     if "RANK" not in os.environ:  # started as a plain program: set what a launcher would set
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nothing listens there
-    check_sizes(section, tensor, ulysses, ring, launched("WORLD_SIZE", 1))
+    check_sizes("parallelism", tensor, ulysses, ring, launched("WORLD_SIZE", 1))
     device = _own_device()
     with meeting():
         if not dist.is_initialized():

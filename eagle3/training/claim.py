@@ -62,7 +62,7 @@ class Claim:
         """Tries once to claim the folder. Returns whether that succeeded; only then does the file stay open."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # the folder, or the file, was moved or removed just now
-            self.file = open(self.path, "rb+", buffering=0, opener=_created)  # noqa: SIM115
+            self.file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "rb+", buffering=0)
             state = lock(self.file)
             self.locked = state is Lock.HELD
             with suppress(FileNotFoundError):
@@ -106,10 +106,6 @@ def holder_of(folder: Path) -> str | None:
     with suppress(OSError), path.open("rb+") as file:
         return _holder(path) if lock(file) is Lock.TAKEN else None
     return None
-
-
-def _created(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CREAT, 0o666)
 
 
 def _holder(path: Path) -> str:

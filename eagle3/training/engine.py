@@ -31,7 +31,7 @@ def start_engine(
     """Wraps the objective in DeepSpeed (ZeRO, AdamW) with this topology's groups. schedule: the learning rate's factor
     in each step; DeepSpeed steps it and stores it in checkpoints."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    objective.universal_checkpoint_info = universal_checkpoint_info(objective.draft, "draft.")
+    objective.universal_checkpoint_info = _universal_checkpoint_info(objective.draft)
     engine, *_ = deepspeed.initialize(
         model=objective,
         model_parameters=[parameter for parameter in objective.parameters() if parameter.requires_grad],
@@ -64,10 +64,9 @@ def gradient_scale(data_ranks: int, accumulation: int) -> int:
     return data_ranks * accumulation
 
 
-def universal_checkpoint_info(draft: Eagle3Draft, prefix: str) -> dict[str, Any]:
-    """Tells DeepSpeed's universal checkpoints how to join the tensor-parallel parts of the trained parameters. prefix:
-    precedes the parameters' names in DeepSpeed."""
-    parameters = {f"^{re.escape(prefix + name)}$": parameter for name, parameter in _trained(draft)}
+def _universal_checkpoint_info(draft: Eagle3Draft) -> dict[str, Any]:
+    """Tells DeepSpeed's universal checkpoints how to join the tensor-parallel parts of the trained parameters."""
+    parameters = {f"^{re.escape('draft.' + name)}$": parameter for name, parameter in _trained(draft)}
     sharded = {pattern: parameter for pattern, parameter in parameters.items() if is_cut(parameter)}
     # [gate; up]: each half is cut by itself
     halves = [pattern for pattern, parameter in sharded.items() if parameter.partition_stride == 2]

@@ -14,7 +14,7 @@ import yaml
 
 from eagle3.console import all_without_passwords, without_passwords
 from eagle3.durable import move_aside, require_access, write_bytes, write_text, writing
-from eagle3.errors import UserError
+from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.preflight.inputs import inputs_of
 from eagle3.recipe.loading import dump_recipe, leaves
@@ -170,7 +170,7 @@ class RunFolder:
                 if resume == "auto":
                     afresh = "start afresh with another output.dir (slurm_multi.sh adds --resume auto by itself)"
                 raise UserError(
-                    f"{self.recipe}: {key} was {_value(was)}, now it is {_value(now)}; resume with the value the run "
+                    f"{self.recipe}: {key} was {shown(was)}, now it is {shown(now)}; resume with the value the run "
                     f"began with, or {afresh}"
                 )
 
@@ -264,7 +264,3 @@ def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
     except (FileNotFoundError, yaml.YAMLError, ValueError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _value(value: Any) -> str:
-    return "not set" if value is None else repr(value)

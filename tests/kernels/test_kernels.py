@@ -32,7 +32,6 @@ from eagle3.kernels.choice import (
     choose_kernels,
     parsed,
     pick,
-    remembered,
 )
 from eagle3.kernels.own import prove_own
 from eagle3.kernels.proof import KernelDemand, KernelVerdict
@@ -175,9 +174,7 @@ def test_a_resumed_job_keeps_a_kernel_that_is_still_right_and_says_what_has_chan
 def test_without_a_right_kernel_there_is_no_job(topology):
     (first, _), (second, _), *_ = ATTENTION_FAULTS
     of = candidates(first, second)
-    with pytest.raises(
-        UserError, match=f"none computes full blocks of attention rightly.*{first.name}: .*{second.name}: "
-    ):
+    with pytest.raises(UserError, match=f"none computes full blocks .*rightly.*{first.name}: .*{second.name}: "):
         pick(of, of.prove(DEMAND, topology.alone, CPU, timed=False))
 
 
@@ -212,36 +209,6 @@ def test_of_ranks_that_agree_the_slowest_one_counts():
     assert parsed(json.loads(json.dumps(tables[0]))) == tables[0]
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"full": []}', '{"full": [{"kernels": 1}]}', '{"full": 3}'])
-def test_verdicts_are_remembered_and_a_damaged_memory_is_made_anew(tmp_path, damage):
-    file, table, proofs = tmp_path / "new" / "verdicts.json", {"full": [KernelVerdict("a", 0.5, "", 1e-3)]}, []
-
-    def prove():
-        proofs.append(1)
-        return table
-
-    def verdicts():
-        return remembered(file, {"full": ["a"]}, prove)
-
-    assert verdicts() == verdicts() == table and len(proofs) == 1
-    file.write_text(damage)
-    assert verdicts() == verdicts() == table and len(proofs) == 2
-
-
-def test_an_error_that_may_not_happen_again_is_not_remembered(tmp_path, topology):
-    (raises, _) = ATTENTION_FAULTS[-1]
-    of, proofs = candidates(raises, block.PLAIN), []
-
-    def prove():
-        proofs.append(1)
-        return of.prove(DEMAND, topology.alone, CPU, timed=False)
-
-    names = {kind: [each.name for each in kernels] for kind, kernels in of.of_kind.items()}
-    for _ in range(2):
-        assert remembered(tmp_path / "verdicts.json", names, prove)["full"][0].raised
-    assert len(proofs) == 2 and not [*tmp_path.iterdir()]
-
-
 def test_on_a_cpu_the_choice_is_fixed_and_a_kernel_can_be_pinned(topology, tmp_path):
     def chosen(pinned):
         return choose_kernels(DEMAND, topology.alone, CPU, tmp_path, pinned)
@@ -249,9 +216,7 @@ def test_on_a_cpu_the_choice_is_fixed_and_a_kernel_can_be_pinned(topology, tmp_p
     fixed = chosen("auto")
     assert fixed.names["full"] == "cpu" and fixed.table == {} and not [*tmp_path.iterdir()]
     assert set(chosen("plain").names.values()) == {"plain", None}
-    with pytest.raises(
-        UserError, match="training.kernels: 'flash' does not run on this device.* set it to plain or auto"
-    ):
+    with pytest.raises(UserError, match="training.kernels: 'flash' does not run .* set it to plain or auto"):
         chosen("flash")
 
 

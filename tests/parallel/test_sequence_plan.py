@@ -201,12 +201,6 @@ def test_loss_masks_of_integers_are_read_as_booleans():
     assert torch.equal(one.teacher, other.teacher) and torch.equal(one.first, other.first)
 
 
-@pytest.mark.parametrize("ids", [[], [torch.arange(3), torch.arange(0)]], ids=["no document", "an empty document"])
-def test_a_stream_of_nothing_is_refused(ids):
-    with pytest.raises(AssertionError):
-        Stream.pack(ids, [torch.zeros(len(document), dtype=torch.bool) for document in ids], "served")
-
-
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (2, 2), (4, 2), (1, 8)], ids="ulysses {0[0]} ring {0[1]}".format)
 def test_what_a_rank_reads_falls_with_the_number_of_ranks(sizes):
     """A rank reads auxiliary states at its keys and queries, and one teacher row per query, apart from K - 1 rows at

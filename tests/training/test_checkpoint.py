@@ -134,11 +134,6 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(engine, checkpoints, war
     assert same(weights(engine), before)
     assert len(warnings) == 1
     assert warnings[0].startswith(f"{at(checkpoints, 2)}: ") and f"{problem}; renamed to unusable-step" in warnings[0]
-    checkpoints.keep = 1
-    checkpoints.save(engine, 2, {}, None)
-    assert names(checkpoints) == steps(2)
-    checkpoints.save(engine, 3, {}, None)
-    assert names(checkpoints) == steps(3) and checkpoints.load_newest(engine).step == 3
 
 
 def test_damaged_ones_do_not_push_out_what_a_resumed_run_writes(engine, checkpoints, warnings):
@@ -161,9 +156,7 @@ def test_nothing_is_loaded_where_there_is_none_and_nothing_begun_where_every_one
         checkpoints.save(engine, step, {}, None)
         (at(checkpoints, step) / "manifest.json").unlink()
     before = weights(engine)
-    with pytest.raises(
-        UserError, match="no intact checkpoint of this run .*step-00000002: .*step-00000001: .*without --resume"
-    ):
+    with pytest.raises(UserError, match="no intact checkpoint .*step-00000002: .*step-00000001: .*without --resume"):
         checkpoints.load_newest(engine)
     assert same(weights(engine), before) and names(checkpoints) == steps(1, 2)
 
@@ -249,10 +242,8 @@ def test_the_rate_rises_in_equal_parts_peaks_and_ends_low():
     rates = [share(step) for step in range(100)]
     assert rates[:10] == pytest.approx([number / 11 for number in range(1, 11)])  # never 0
     assert rates[10] == max(rates) == 1
-    assert rates[55] == pytest.approx(0.6)  # halfway down: the mean of 1 and 0.2
     for step in range(10, 100):
         assert rates[step] == pytest.approx(0.2 + 0.8 * (1 + math.cos(math.pi * (step - 10) / 90)) / 2)
-    assert 0.2 < rates[99] < 0.2 + 0.8 * 0.0004
     assert share(100) == share(1000) == pytest.approx(0.2)  # DeepSpeed asks for the rate after the last step
 
 

@@ -57,9 +57,7 @@ def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
     rows.parent.mkdir()
     (tmp_path / "conversations.jsonl").rename(rows)
     recipe = load_recipe(path, [f"data.train=[{rows}]"])
-    with pytest.raises(
-        UserError, match="contains data.train.0. .*rows.jsonl.*which a run there would write beside, or move away"
-    ):
+    with pytest.raises(UserError, match="contains data.train.0. .*rows.jsonl.*which a run there would write beside"):
         RunFolder(rows.parent).check(recipe, "no")
     (tmp_path / "deep" / "deeper").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "deep" / "deeper")
@@ -100,8 +98,7 @@ def test_a_store_that_live_training_does_not_read_may_change_its_place(tmp_path)
         folder.check(load_recipe(path, ["hidden_states.path=states", "hidden_states.mode=stored"]), "yes")
 
 
-# Two runs, one folder: processes of launchers/train.py
-# ------------------------------------------------------------------
+# Two runs, one folder: processes of launchers/train.py ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -155,9 +152,8 @@ def test_without_locks_both_runs_say_so_and_the_first_ends_before_it_writes_into
     outcomes, folders = shared
     (code, output), (second_code, second_output) = outcomes["unlocked"]["one"], outcomes["unlocked"]["two"]
     assert "warning: " in output and output.count("has no locks") == second_output.count("has no locks") == 1
-    assert (
-        code == 2 and "no longer this run's (taken by process" in output.splitlines()[-1] and "Traceback" not in output
-    )
+    assert code == 2 and "no longer this run's (taken by process" in output.splitlines()[-1]
+    assert "Traceback" not in output
     assert second_code == 0 and "moved to" in second_output
     assert outcomes["unlocked"]["of"] == [(folders["unlocked"] / "run" / "run_id.txt").read_text().strip()]
 
@@ -169,8 +165,7 @@ def test_a_checkpoint_of_which_one_rank_cannot_write_its_part_is_none(shared):
     assert outcomes["torn"]["left"] == []
 
 
-# The claim
-# ----------------------------------------------------------------------------------------------------------------
+# The claim ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_claim_leaves_no_trace_where_nothing_was_written(tmp_path):
@@ -248,13 +243,8 @@ def test_what_no_run_left_stays_where_it_is(copied, topology):
     """For example a target, a store or a user's files, if output.dir names their folder."""
     recipe = copied()
     folder = recipe.output.dir
-    others = {
-        "config.json": "{}",
-        "notes.txt": "mine",
-        "store.json": "{}",
-        "shards/a.safetensors": "x",
-        "export.zip": "z",
-    }
+    names = ("config.json", "notes.txt", "store.json", "shards/a.safetensors", "export.zip")
+    others = {name: f"the content of {name}" for name in names}
     for name, text in others.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -288,8 +278,6 @@ def test_a_run_whose_recipe_or_identity_is_lost_is_not_begun_anew(copied, resume
         ("data.chat_template", "target/chat_template.jinja", lambda content: content + b"{# changed #}"),
         ("data.train", "conversations.jsonl", lambda content: content.replace(b"story 3.", b"story three.")),
         ("model.draft.config", "draft.json", lambda content: content.replace(b"10000.0", b"20000.0")),
-        ("model.draft.config", "draft.json", lambda content: content.replace(b"1e-06", b"0.001")),
-        ("model.draft.config", "draft.json", lambda content: content.replace(b'"default"', b'"linear", "factor": 2.0')),
     ],
 )
 def test_a_run_is_not_continued_with_another_target_or_other_data(copied, trained, target, topology, key, file, change):
@@ -306,8 +294,7 @@ def test_a_run_is_not_continued_with_another_target_or_other_data(copied, traine
     assert RunFolder(recipe.output.dir).metrics.read_bytes() == before
 
 
-# Identity, and the end of a run
-# --------------------------------------------------------------------------------------------
+# Identity, and the end of a run ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -359,9 +346,8 @@ def test_a_full_disk_leaves_the_earlier_export_and_with_room_a_resumed_run_whose
     expected = load((folder.export / "model.safetensors").read_bytes())
     (folder.export / "notes.md").write_text("somebody's")
     before = {path.name: path.read_bytes() for path in folder.export.iterdir()}
-    inodes = (
-        1 + sum(1 for _ in small_disk.rglob("*")) + 2
-    )  # run.lock and one more: a file that replaces another, or a folder
+    # run.lock and one more: a file that replaces another, or a folder
+    inodes = 1 + len([*small_disk.rglob("*")]) + 2
     subprocess.run(["mount", "-o", f"remount,nr_inodes={inodes}", str(small_disk)], check=True)
     with pytest.raises(UserError, match=r"export: cannot be written \(No space left.* are free\); .*--resume"):
         train(recipe, ZERO2, topology, "yes")
@@ -395,9 +381,7 @@ def test_at_the_end_of_a_run_a_full_disk_is_a_line_and_takes_nothing(tmp_path, t
         lambda: folder.keep_metrics_until(1, pytest.fail),
         lambda: tracker.write(2, "train", much),
     ):
-        with pytest.raises(
-            UserError, match=r"cannot be written \(No space left on device; 0 bytes are free\); free space"
-        ):
+        with pytest.raises(UserError, match=r"cannot be written \(No space .*; 0 bytes are free\); free space"):
             write()
     with pytest.raises(OSError, match="No space"):
         folder.write_run(much)

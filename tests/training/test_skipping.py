@@ -64,15 +64,13 @@ def recipe(tmp_path):
 
 
 def test_skipped_steps_are_counted_and_named_and_the_schedule_goes_on(tmp_path, recipe, topology):
-    small = (
-        "training.learning_rate=1e-9"  # so that a step has about the same norm, whether earlier steps were taken or not
-    )
+    # so that a step has about the same norm, whether earlier steps were taken or not
+    small = "training.learning_rate=1e-9"
     train(load_recipe(recipe, [small, f"output.dir={tmp_path / 'whole'}"]), ZERO2, topology)
     whole = metrics(tmp_path / "whole")
     limit = sum(sorted(record["gradient_norm"] for record in whole)[-5:-3]) / 2
-    train(
-        load_recipe(recipe, [small, f"training.skip_above_norm={limit}", "training.most_skipped=16"]), ZERO2, topology
-    )
+    skipping = f"training.skip_above_norm={limit}", "training.most_skipped=16"
+    train(load_recipe(recipe, [small, *skipping]), ZERO2, topology)
     course, skipped = metrics(tmp_path / "run"), metrics(tmp_path / "run", "skipped")
     assert [record["learning_rate"] for record in course] == [record["learning_rate"] for record in whole]
     assert [record["step"] for record in skipped] == [one["step"] for one in course if one["gradient_norm"] > limit]
@@ -82,9 +80,7 @@ def test_skipped_steps_are_counted_and_named_and_the_schedule_goes_on(tmp_path, 
 
 def test_only_bad_steps_stop_the_run_with_the_samples_named(tmp_path, recipe, topology):
     words = ["training.skip_above_norm=1e-3", "training.most_skipped=3"]
-    with pytest.raises(
-        UserError, match="3 steps in a row were skipped.*above training.skip_above_norm 0.001"
-    ) as caught:
+    with pytest.raises(UserError, match="3 steps in a row were skipped.*above training.skip_above_norm") as caught:
         train(load_recipe(recipe, words), ZERO2, topology)
     skipped = metrics(tmp_path / "run", "skipped")
     assert [record["in_a_row"] for record in skipped] == [1, 2, 3]
