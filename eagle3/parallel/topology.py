@@ -76,9 +76,6 @@ class DeepSpeedGroups:
             setattr(self, f"get_{role}_world_size", lambda group=group: group.size())
             setattr(self, f"get_{role}_rank", lambda group=group: group.rank())
 
-    def get_tensor_model_parallel_src_rank(self) -> int:
-        return dist.get_global_rank(self.get_tensor_model_parallel_group(), 0)
-
 
 def start_distributed(
     tensor: int = 1,
