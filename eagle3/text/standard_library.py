@@ -64,19 +64,12 @@ def standard_library_text(kind: Literal["conversations", "files"]) -> LibraryTex
     return text
 
 
-def standard_library_conversations() -> list[dict]:
-    """Conversations about the functions, classes and modules of the interpreter's standard library.
-
-    Returns `{"messages": [{"role", "content"}, ...]}` in the order of module and line, the same on every call. No two
-    have the same opening question or the same code. The contents depend only on the Python version. Files that this
-    interpreter cannot parse, definitions of fewer than 3 or more than 60 lines, and conversations of more than
-    MOST_CHARACTERS are left out.
-    """
-    return [conversation for _, conversation in _conversations()]
-
-
 def _conversations() -> Iterator[tuple[str, dict]]:
-    """Yield (module, conversation) for every definition that gives one."""
+    """Yield (module, conversation) for the library's functions, classes and modules, in the order of module and line.
+
+    No two conversations have the same opening question or the same code. Files that this interpreter cannot parse,
+    definitions of fewer than 3 or more than 60 lines, and conversations of more than MOST_CHARACTERS are left out.
+    """
     names, codes = set(), set()
     for module, source in _modules():
         for definition in _definitions(module, source):
@@ -144,7 +137,7 @@ def _turns(definition: Definition) -> list[str]:
 
 # The sources that a recipe's data may name.
 SOURCES: dict[str, Callable[[], list[dict]]] = {
-    "standard_library": standard_library_conversations,
+    "standard_library": lambda: [conversation for _, conversation in _conversations()],
     "standard_library:files": lambda: standard_library_text("files").train,
     "standard_library:held_out_files": lambda: standard_library_text("files").held_out,
 }

@@ -15,7 +15,7 @@ from eagle3.errors import UserError
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Demo
 from eagle3.text import cache
-from eagle3.text.standard_library import standard_library_conversations, standard_library_text
+from eagle3.text.standard_library import SOURCES, standard_library_text
 
 TINY = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "layers": 4, "heads": 2, "key_value_heads": 1}
 TINY |= {"context": 32, "batch_tokens": 64, "steps": 2, "learning_rate": 0.02, "adam_learning_rate": 0.01}
@@ -314,4 +314,4 @@ def test_the_library_text_is_held_out_by_whole_modules():
     text = standard_library_text("conversations")
     module = [{row["messages"][0]["content"].split("`")[1].split(".")[0] for row in part} for part in text]
     assert text.held_out and not module[0] & module[1]
-    assert len(text.train) + len(text.held_out) == len(standard_library_conversations())
+    assert len(text.train) + len(text.held_out) == len(SOURCES["standard_library"]())

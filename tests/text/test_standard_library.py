@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 
-from eagle3.text.standard_library import MOST_CHARACTERS, _definitions, standard_library_conversations
+from eagle3.text.standard_library import MOST_CHARACTERS, SOURCES, _definitions
 
 
 @pytest.fixture(scope="module")
 def conversations():
-    return standard_library_conversations()
+    return SOURCES["standard_library"]()
 
 
 def _code(talk):
@@ -20,7 +20,7 @@ def _code(talk):
 
 
 def test_a_second_call_gives_the_same_conversations(conversations):
-    assert standard_library_conversations() == conversations
+    assert SOURCES["standard_library"]() == conversations
 
 
 def test_there_is_enough_text_to_train_on(conversations):
@@ -77,4 +77,4 @@ def test_definitions_are_found_under_conditions_and_in_classes_but_not_in_functi
 def test_a_file_that_does_not_parse_is_skipped(tmp_path, monkeypatch, content):
     (tmp_path / "odd.py").write_bytes(b'"""Grinds."""\n' + content)
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
-    assert standard_library_conversations() == []
+    assert SOURCES["standard_library"]() == []
