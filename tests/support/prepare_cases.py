@@ -62,8 +62,8 @@ def write_set(samples: SampleSet, folder: Path) -> None:
         writer.add((sample.ids.numpy(), sample.loss_mask.numpy()) for sample in samples)
 
 
-def packed(count: int) -> SampleSet:
-    rng = np.random.default_rng(0)
+def packed(count: int, seed: int = 0) -> SampleSet:
+    rng = np.random.default_rng(seed)
     return SampleSet.pack(
-        [(rng.integers(0, 50, n).astype(np.int32), rng.random(n) < 0.5) for n in rng.integers(2, 9, count)]
+        [(rng.integers(0, 50, n).astype(np.int32), rng.random(n) < 0.5) for n in rng.integers(9, 20, count)]
     )

@@ -56,6 +56,11 @@ def template(name: str) -> str:
     return (CHAT_TEMPLATES / f"{name}.jinja").read_text()
 
 
+def each(message: str, rest: str = "") -> str:
+    """A template that prints each message `m` like this, and then the rest."""
+    return f"{{% for m in messages %}}{message}{{% endfor %}}{rest}"
+
+
 def chat(*turns: tuple[str, str] | dict) -> Conversation:
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     messages = [turn if isinstance(turn, dict) else {"role": names[turn[0]], "content": turn[1]} for turn in turns]
@@ -152,22 +157,15 @@ def test_white_space_around_an_answer_is_kept_or_trimmed_with_the_template(spans
     assert spans(turns, template("llama3")) == ["yes<|eot_id|>", "<|eot_id|>"]
 
 
+SHOWN = "<think>\nItaly\n</think>\n\nRome.<|im_end|>"  # the thought
 INLINE = ("a", "<think>\nFrance\n</think>\n\nParis.")
 
 
 @pytest.mark.parametrize(
     ("name", "turns", "expected"),
     [
-        (
-            "thinking",
-            (("u", "x"), INLINE, ("u", "y"), THOUGHT),
-            ["Paris.<|im_end|>", "<think>\nItaly\n</think>\n\nRome.<|im_end|>"],
-        ),
-        (
-            "thinking",
-            (("u", "x"), THOUGHT, ("u", "y"), INLINE),
-            ["Rome.<|im_end|>", "<think>\nFrance\n</think>\n\nParis.<|im_end|>"],
-        ),
+        ("thinking", (("u", "x"), INLINE, ("u", "y"), THOUGHT), ["Paris.<|im_end|>", SHOWN]),
+        ("thinking", (("u", "x"), THOUGHT, ("u", "y"), INLINE), ["Rome.<|im_end|>", f"{INLINE[1]}<|im_end|>"]),
         ("opened_thinking", (("u", "x"), ("a", "so</think>Yes")), ["Yes<|end_of_sentence|>"]),
         (
             "channels",
@@ -241,9 +239,7 @@ def test_a_template_gets_calls_in_the_form_that_it_shows(spans, jinja):
 
 
 def test_a_call_that_the_template_leaves_out_is_refused(spans):
-    first_only = WITH_CALLS.replace("in m.tool_calls", "in m.tool_calls[:1]").replace(
-        "ARGUMENTS", "call.function.arguments | tojson"
-    )
+    first_only = WITH_CALLS.replace("in m.tool_calls", "in m.tool_calls[:1]").replace("ARGUMENTS", "call | tojson")
     twice = {**CALL, "tool_calls": CALL["tool_calls"] * 2}
     assert spans((("u", "1?"), CALL), first_only)
     with pytest.raises(Unusable, match="leaves out a tool call"):
@@ -270,25 +266,17 @@ def test_generation_blocks_inside_a_macro_are_found_where_transformers_misplaces
         (template("zephyr"), (("a", "Hi"), ("u", "Hi")), "no assistant turn that answers"),
         (template("gemma"), (("s", "Be kind."), ("u", "Hi"), ("a", "yes")), "System role not supported"),
         (template("llama2"), (("u", "Hi"), ("a", "yes"), ("a", "no")), "roles must alternate"),
-        ("{% for m in messages %}{{ m.role }}:{{ m.content[:3] }}\n{% endfor %}", QUESTIONS, "leaves out or repeats"),
-        ("{% for m in messages %}{{ m.content }} {{ m.content }}\n{% endfor %}", QUESTIONS, "leaves out or repeats"),
+        (each("{{ m.role }}:{{ m.content[:3] }}\n"), QUESTIONS, "leaves out or repeats"),
+        (each("{{ m.content }} {{ m.content }}\n"), QUESTIONS, "leaves out or repeats"),
         ("{{ messages[-1].content.absent.deeper }}", QUESTIONS, "UndefinedError"),
         # The length of the answer is printed before it, so it is unclear where the turn begins.
-        (
-            "{% for m in messages %}<|{{ m.role }}|>{{ m.content | length }}:{{ m.content }}{% endfor %}",
-            QUESTIONS,
-            "where an assistant's turn begins",
-        ),
+        (each("<|{{ m.role }}|>{{ m.content | length }}:{{ m.content }}"), QUESTIONS, "where an assistant's turn"),
         # The footer repeats nothing but changes with the answer.
-        (
-            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{{ messages[-1].content | length }}",
-            QUESTIONS,
-            "when that message changes",
-        ),
+        (each("<|{{ m.role }}|>{{ m.content }}", "{{ messages[-1].content | length }}"), QUESTIONS, "message changes"),
         # Tool results appear only after a call: without the call the tool message would be taken for the turn's own.
         (
             "{% for m in messages if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}"
-            + "{% if m.tool_calls %}call{{ messages[loop.index].content }}{% endif %}{% endfor %}",
+            "{% if m.tool_calls %}call{{ messages[loop.index].content }}{% endif %}{% endfor %}",
             (("u", "1?"), CALL, ("t", "one"), ("a", "one")),
             "reaches into another's",
         ),
@@ -340,12 +328,12 @@ def test_a_tokenizer_without_a_template_or_with_a_broken_one_is_the_users_to_men
 
 def test_a_turn_under_another_role_or_without_its_whole_header_is_refused(spans):
     """A turn may differ from the generation prompt in think markers alone."""
-    roles = "{% for m in messages %}{{ '<s>' if m.role == 'user' else OTHER }}{{ m.content }}<|im_end|>{% endfor %}"
     prompt = "{% if add_generation_prompt %}<|im_start|><think>{% endif %}"
-    assert spans(QUESTIONS, roles.replace("OTHER", "'<|im_start|></think>'") + prompt)
+    roles = each("{{ '<s>' if m.role == 'user' else OTHER }}{{ m.content }}<|im_end|>", prompt)
+    assert spans(QUESTIONS, roles.replace("OTHER", "'<|im_start|></think>'"))
     for other in ("<s>", "<|endoftext|>"):
         with pytest.raises(Unusable, match="where an assistant's turn begins"):
-            spans(QUESTIONS, roles.replace("OTHER", repr(other)) + prompt)
+            spans(QUESTIONS, roles.replace("OTHER", repr(other)))
     header = "<|start_header_id|>{{ m.role }}{{ '_tool' if m.tool_calls }}<|end_header_id|>"
     template = (
         "{% for m in messages %}{% if m.role == 'tool' and not messages[loop.index0 - 1].tool_calls %}"
@@ -384,18 +372,18 @@ def test_only_the_last_turn_is_supervised_by_choice(spans):
     # A question may follow it; a call and the answer to its result are two turns.
     asked_on = (("u", "1?"), CALL, ("t", "one"), ("a", "one"), ("u", "Thanks"))
     assert spans(asked_on, template("chatml"), supervise="last_turn") == ["one<|im_end|>"]
-    twice = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
-    twice += "{% generation %}!{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    marked = "{% generation %}{{ m.content }}{% endgeneration %}{% generation %}!{% endgeneration %}"
+    twice = each("{% if m.role == 'assistant' %}" + marked + "{% else %}{{ m.content }}{% endif %}")
     with pytest.raises(Unusable, match="not one .* block for each assistant turn"):
         spans(QUESTIONS, twice, supervise="last_turn")
 
 
 def test_reasoning_is_read_under_the_templates_own_name_and_dropped_by_choice(tokenizer, spans):
-    shown, empty = "<think>\nItaly\n</think>\n\nRome.<|im_end|>", "<think>\n\n</think>\n\nRome.<|im_end|>"
+    empty = "<think>\n\n</think>\n\nRome.<|im_end|>"
     for name in ("reasoning_content", "reasoning", "thinking"):
         for access in (f"message.{name}", f"message['{name}']"):
             jinja = template("thinking").replace("message.reasoning_content", access)
-            assert spans(RENDERED_TALKS["thoughts"], jinja) == [shown]
+            assert spans(RENDERED_TALKS["thoughts"], jinja) == [SHOWN]
             assert spans(RENDERED_TALKS["thoughts"], jinja, reasoning="drop") == [empty]
     assert spans((("u", "x"), INLINE), template("chatml")) == [f"{INLINE[1]}<|im_end|>"]
     assert spans((("u", "x"), INLINE), template("chatml"), reasoning="drop") == ["Paris.<|im_end|>"]
@@ -501,9 +489,8 @@ def test_special_tokens_in_a_rendered_text_are_special_tokens_and_an_unclosed_tu
     encoded = as_rendered(tokenizer, f"{question}{header}Yes<|im_end|>\n{header}No<|im_end|>\n", chatml)
     assert supervised(encoded, tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
     assert np.isin(encoded.ids, tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])).sum() == 6
-    last = as_rendered(
-        tokenizer, f"{question}{header}Yes<|im_end|>\n{header}No<|im_end|>", chatml, supervise="last_turn"
-    )
+    turns = f"{question}{header}Yes<|im_end|>\n{header}No<|im_end|>"
+    last = as_rendered(tokenizer, turns, chatml, supervise="last_turn")
     assert supervised(last, tokenizer) == ["No<|im_end|>"]
     for text in (f"{question}{header}Yes", f"{question}{header}Yes\n{question}{header}No<|im_end|>\n"):
         with pytest.raises(Unusable, match="an assistant turn without its <|im_end|>".replace("|", r"\|")):

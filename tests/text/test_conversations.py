@@ -39,10 +39,8 @@ def test_every_file_kind_gives_the_same_conversations_and_names_their_origin(tmp
     origins = ["a.jsonl:1", "a.jsonl:2", "b.json row 1", "b.json row 2", "c.json:1", "c.json:2"]
     assert [Path(conversation.origin).name for conversation in conversations[:6]] == origins
     assert conversations[7].origin.endswith("d.parquet row 2")
-    assert (
-        read_conversations([str(tmp_path / "a.jsonl"), str(tmp_path)], limit=3)
-        == read_conversations([str(tmp_path / "a.jsonl"), str(tmp_path / "a.jsonl")])[:3]
-    )
+    lines = str(tmp_path / "a.jsonl")
+    assert read_conversations([lines, str(tmp_path)], limit=3) == read_conversations([lines, lines])[:3]
 
 
 def test_a_list_is_read_as_one_whatever_its_file_is_called(tmp_path):
@@ -132,22 +130,14 @@ def test_conversations_can_be_read_one_by_one(tmp_path):
 
 
 def test_messages_of_differing_keys_keep_their_own_in_parquet(tmp_path):
+    call = {"function": {"name": "f", "arguments": {"a": 1}}}
     rows = [
         {"messages": [{"role": "user", "content": "Hi", "name": "Ann"}]},
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "content": "Yes",
-                    "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}],
-                }
-            ]
-        },
+        {"messages": [{"role": "assistant", "content": "Yes", "tool_calls": [call]}]},
         {"text": "plain"},
     ]
-    pq.write_table(
-        pa.Table.from_pylist([{"messages": None, "text": None, **row} for row in rows]), tmp_path / "a.parquet"
-    )
+    rows = [{"messages": None, "text": None, **row} for row in rows]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     first, second, third = read_conversations([str(tmp_path / "a.parquet")])
     assert first.messages == ({"role": "user", "content": "Hi", "name": "Ann"},)
     assert set(second.messages[0]) == {"role", "content", "tool_calls"}

@@ -58,9 +58,7 @@ BOMBS = {
 @pytest.mark.parametrize("before", ["", '{"text": "[[[[\\"1111", "a": 2.5e3,\n "b": '])
 def test_json_that_would_crash_python_is_refused_with_its_place(bomb, before):
     text = before + bomb + ("}" if before else "")
-    with pytest.raises(
-        json.JSONDecodeError, match="nested deeper than 100 levels|a whole number of 5,000 digits"
-    ) as caught:
+    with pytest.raises(json.JSONDecodeError, match="nested deeper than 100 levels|number of 5,000 digits") as caught:
         parse_json(text)
     assert caught.value.lineno == before.count("\n") + 1
     with pytest.raises(json.JSONDecodeError):

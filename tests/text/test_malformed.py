@@ -70,9 +70,8 @@ def lines_of(call, *arguments, **options) -> list[str]:
 
 def test_the_refusal_counts_the_reasons_and_names_the_first_ten_and_the_remedy(mixed):
     path, places = mixed
-    account, *rows, remedy = lines_of(
-        read_conversations, [str(path)], malformed=MalformedRows(setting="data.malformed=drop")
-    )
+    refused = MalformedRows(setting="data.malformed=drop")
+    account, *rows, remedy = lines_of(read_conversations, [str(path)], malformed=refused)
     assert account.startswith(f"{path}: 12 of 24 rows read are malformed (4: not valid JSON, ")
     assert all(f"{count}: {reason}" in account for reason, count in REASONS.items())
     assert account.endswith("; the first 10 are") and len(rows) == 10

@@ -1,14 +1,12 @@
 """Shares of sources: how often an epoch has each sample, which it leaves out, and that joined sets read as they are."""
 
-import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from jobs import inputs_of
-from prepare_cases import write_set
+from prepare_cases import jsonl, packed, write_set
 from tiny_run import conversations, write_recipe
 
 from eagle3.errors import UserError
@@ -20,19 +18,9 @@ from eagle3.text.vocabulary import choose_vocabulary
 SIZES = (40, 30, 20)
 
 
-def source(count: int) -> SampleSet:
-    generator = np.random.default_rng(count)
-    return SampleSet.pack(
-        [
-            (generator.integers(0, 50, length).astype(np.int32), generator.random(length) < 0.5)
-            for length in generator.integers(9, 20, count)
-        ]
-    )
-
-
 @pytest.fixture(scope="module")
 def sets() -> list[SampleSet]:
-    return [*map(source, SIZES)]
+    return [packed(count, seed=count) for count in SIZES]
 
 
 def parts(*shares: dict) -> list[MixedPart]:
@@ -63,11 +51,8 @@ def test_an_epoch_has_each_source_as_often_as_its_weight_says(sets):
     mixed, sources = mixture(SampleSet.joined(sets), parts(*shares), seed=3)
     once, often, some = (Counter(times(mixed, part)) for part in sets)
     assert (once, often, some) == ({1: 40}, {2: 15, 3: 15}, {1: 7, 0: 13})
-    assert [(each.source, each.available, each.used) for each in sources] == [
-        ("a", 40, 40),
-        ("b", 30, 75),
-        ("c", 20, 7),
-    ]
+    used = [(each.source, each.available, each.used) for each in sources]
+    assert used == [("a", 40, 40), ("b", 30, 75), ("c", 20, 7)]
     assert sum(each.tokens for each in sources) == mixed.lengths.sum()
     supervised = sum(int(sample.loss_mask.sum()) for sample in mixed)
     assert sum(each.supervised for each in sources) == supervised
@@ -93,9 +78,7 @@ def test_held_out_samples_are_in_no_share(sets):
 
 
 def test_a_share_of_nothing_and_one_of_very_much_are_refused(sets):
-    with pytest.raises(
-        UserError, match="data.train: b has 30 samples to train on, of which a weight of 0.01 leaves none"
-    ):
+    with pytest.raises(UserError, match="data.train: b has 30 samples to train on, of which .* 0.01 leaves none"):
         mixture(SampleSet.joined(sets), parts({}, {"weight": 0.01}, {}), seed=0)
     with pytest.raises(UserError, match="30,001 samples of b are more than 1,000 times its 30 samples"):
         mixture(SampleSet.joined(sets), parts({}, {"samples": 30_001}, {}), seed=0)
@@ -112,9 +95,7 @@ def test_repeated_samples_count_as_often_as_they_are_taken(sets):
 def test_a_recipe_mixes_its_sources_and_says_what_an_epoch_has(tmp_path, target, topology):
     torch.set_num_threads(1)
     rows = conversations(30)
-    for name, part in (("few", rows[:10]), ("many", rows[10:])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    few, many = (str(tmp_path / f"{name}.jsonl") for name in ("few", "many"))
+    few, many = jsonl(tmp_path / "few.jsonl", *rows[:10]), jsonl(tmp_path / "many.jsonl", *rows[10:])
     data = {"train": [{"path": few, "weight": 2}, {"path": many, "samples": 5}], "held_out_fraction": 0.0}
     recipe, heard = load_recipe(write_recipe(tmp_path, target, data=data)), []
     inputs = inputs_of(recipe, topology.device, heard.append)
@@ -128,21 +109,20 @@ def test_a_recipe_mixes_its_sources_and_says_what_an_epoch_has(tmp_path, target,
 
 
 @pytest.mark.parametrize(
-    ("train", "message"),
+    ("train", "limit", "message"),
     [
-        ([{"path": "a.jsonl"}], "a.jsonl needs either weight or samples; to take all of it, write the path"),
-        ([{"path": "a.jsonl", "weight": 1, "samples": 2}], "a.jsonl needs either weight or samples"),
-        (["b.jsonl", {"path": "a.jsonl", "wieght": 2}], "data.train.1.wieght: .* did you mean data.train.1.weight?"),
-        ([{"path": "a.jsonl", "weight": 0}], "greater than 0"),
-        ([{"path": "preset:none", "weight": 1}], "preset:none: no such preset"),
+        ([{"path": "a.jsonl"}], None, "a.jsonl needs either weight or samples; to take all of it, write the path"),
+        ([{"path": "a.jsonl", "weight": 1, "samples": 2}], None, "a.jsonl needs either weight or samples"),
+        (
+            ["b.jsonl", {"path": "a.jsonl", "wieght": 2}],
+            None,
+            "train.1.wieght: .* did you mean data.train.1.weight?",
+        ),
+        ([{"path": "a.jsonl", "weight": 0}], None, "greater than 0"),
+        ([{"path": "preset:none", "weight": 1}], None, "preset:none: no such preset"),
+        ([{"path": "a.jsonl", "weight": 0.5}], 5, "max_samples counts rows of all sources together"),
     ],
 )
-def test_a_share_that_says_too_little_or_too_much_is_refused(tmp_path, target, train, message):
+def test_a_share_that_says_too_little_or_too_much_is_refused(tmp_path, target, train, limit, message):
     with pytest.raises(UserError, match=message):
-        load_recipe(write_recipe(tmp_path, target, data={"train": train}))
-
-
-def test_a_limit_over_all_sources_and_shares_exclude_each_other(tmp_path, target):
-    data = {"train": [{"path": str(Path("a.jsonl")), "weight": 0.5}], "max_samples": 5}
-    with pytest.raises(UserError, match="max_samples counts rows of all sources together"):
-        load_recipe(write_recipe(tmp_path, target, data=data))
+        load_recipe(write_recipe(tmp_path, target, data={"train": train, "max_samples": limit}))

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from prepare_cases import TEMPLATE, byte_tokenizer, packed, prepared
+from prepare_cases import TEMPLATE, byte_tokenizer, packed, prepared, turns
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -27,10 +27,8 @@ def tokenizer():
 
 def test_samples_are_the_rendered_conversations_in_order(tmp_path, tokenizer):
     samples, summary = prepared(tmp_path, tokenizer, "one", "two three")
-    assert [tokenizer.decode(sample.ids.tolist()) for sample in samples] == [
-        "<|user|>\nHi</s>\n<|assistant|>\none</s>\n",
-        "<|user|>\nHi</s>\n<|assistant|>\ntwo three</s>\n",
-    ]
+    texts = [f"<|user|>\nHi</s>\n<|assistant|>\n{answer}</s>\n" for answer in ("one", "two three")]
+    assert [tokenizer.decode(sample.ids.tolist()) for sample in samples] == texts
     said = [tokenizer.decode(sample.ids[sample.loss_mask].tolist()) for sample in samples]
     assert said == ["one</s>", "two three</s>"]
     assert samples[0].ids.dtype == torch.int64 and samples[0].loss_mask.dtype == torch.bool
@@ -50,10 +48,8 @@ def test_what_is_dropped_or_cut_is_counted_by_reason_with_its_first_example(tmp_
     answers = ("one", None, "x" * 200, None, "two")
     _, summary = prepared(tmp_path, tokenizer, *answers, unusable="drop", too_long="drop")
     assert summary.dropped == {"no assistant turn": 2, "longer than 100 tokens": 1}
-    assert {reason: Path(origin).name for reason, origin in summary.examples.items()} == {
-        "no assistant turn": "data.jsonl:2",
-        "longer than 100 tokens": "data.jsonl:3",
-    }
+    examples = {reason: Path(origin).name for reason, origin in summary.examples.items()}
+    assert examples == {"no assistant turn": "data.jsonl:2", "longer than 100 tokens": "data.jsonl:3"}
     samples, summary = prepared(tmp_path, tokenizer, *answers, unusable="drop", too_long="truncate")
     assert (len(samples), summary.truncated, samples.lengths[1]) == (3, 1, 100)
 
@@ -154,10 +150,8 @@ def test_a_prompt_that_ends_within_a_token_is_warned_of(tmp_path):
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ġ", "a")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    template = (
-        "{% for message in messages %}{{ message.role }}:END{{ message.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:END{% endif %}"
-    )
+    template = "{% for message in messages %}{{ message.role }}:END{{ message.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant:END{% endif %}"
     for end, warned in ((" ", True), ("\n", False)):
         lines = []
         prepared(tmp_path, tokenizer, "one", chat_template=template.replace("END", end), report=lines.append)
@@ -171,11 +165,8 @@ def test_where_the_template_is_the_problem_another_one_is_offered(tmp_path, toke
 
 
 def test_processes_give_what_one_process_gives_in_order(tokenizer):
-    answers = [f"answer {number}" for number in range(150)]
-    rows = [
-        Conversation("x", ({"role": "user", "content": a}, {"role": "assistant", "content": a}), None) for a in answers
-    ]
-    rows[70] = Conversation("x", ({"role": "user", "content": "?"},), None)
+    rows = [Conversation("x", tuple(turns(f"{number}?", f"answer {number}")), None) for number in range(150)]
+    rows[70] = Conversation("x", tuple(turns("?")), None)
     encoder = encode.SampleEncoder(tokenizer, TEMPLATE, 100)
 
     def outcomes(processes: int) -> list[tuple]:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,12 @@ def ask(hub, tmp_path_factory) -> Iterator[Ask]:
 
         yield read
         process.stdin.close()
+
+
+@pytest.fixture
+def kept(ask, tmp_path) -> Ask:
+    """Like `ask`, with a folder for copies."""
+    return partial(ask, downloads=str(tmp_path))
 
 
 def readme(folder: Path, splits: dict[str, str], config: str = "default") -> None:
@@ -171,55 +178,53 @@ def test_no_more_rows_travel_than_are_wanted(hub, ask):
     assert [row[2].split()[0] for row in rows] == ["0"] * 100 + ["1"] * 100 + ["2"] * 100
 
 
-def test_rows_travel_once_and_stay_what_they_were(hub, ask, tmp_path):
+def test_rows_travel_once_and_stay_what_they_were(hub, kept, tmp_path):
     folder = hub.folder("ann/once")
     jsonl(folder / "train.jsonl", *({"text": f"row {number}"} for number in range(9)))
-    first = ask("ann/once", limit=4, downloads=str(tmp_path))
+    first = kept("ann/once", limit=4)
     assert [row[2] for row in first["rows"]] == ["row 0", "row 1", "row 2", "row 3"]
     [copy] = tmp_path.iterdir()
     shutil.rmtree(folder)
-    again = ask("ann/once", limit=4, downloads=str(tmp_path))
+    again = kept("ann/once", limit=4)
     assert again["rows"] == first["rows"] and str(copy) in again["told"][0]
-    assert "cannot be read" in ask("ann/once", limit=5, downloads=str(tmp_path))["error"]  # this is another download
+    assert "cannot be read" in kept("ann/once", limit=5)["error"]  # this is another download
     # Part of a set is never taken for the whole later.
     jsonl(hub.folder("ann/odd") / "train.jsonl", *[{"prompt": "x"}] * 12)
     for _ in range(2):
-        assert "ann/odd: 10 of 10 rows read are malformed" in ask("ann/odd", downloads=str(tmp_path))["error"]
+        assert "ann/odd: 10 of 10 rows read are malformed" in kept("ann/odd")["error"]
     assert list(tmp_path.iterdir()) == [copy]
 
 
-def test_malformed_rows_of_a_dataset_are_refused_or_left_out_of_those_wanted_and_travel_once(hub, ask, tmp_path):
+def test_malformed_rows_of_a_dataset_are_refused_or_left_out_of_those_wanted_and_travel_once(hub, kept):
     wrong = {"text": None, "messages": [{"role": "robot", "content": "x"}]}
     rows = [wrong if number in (1, 3) else {"text": f"{number}", "messages": None} for number in range(8)]
     folder = hub.folder("ann/mixed")
     jsonl(folder / "train.jsonl", *rows)
-    refused = ask("ann/mixed", limit=3, downloads=str(tmp_path))["error"]
+    refused = kept("ann/mixed", limit=3)["error"]
     assert "2 of 5 rows read are malformed (2: unknown role)" in refused
     shutil.rmtree(folder)  # refused rows need not be downloaded again
     for drop in range(2):
-        answer = ask("ann/mixed", limit=3, downloads=str(tmp_path), drop=True)
+        answer = kept("ann/mixed", limit=3, drop=True)
         assert [row[2] for row in answer["rows"]] == ["0", "2", "4"] and answer["malformed"] == {"unknown role": 2}
-    assert ask("ann/mixed", limit=3, downloads=str(tmp_path))["error"] == refused
+    assert kept("ann/mixed", limit=3)["error"] == refused
 
 
-def test_columns_that_json_does_not_have_are_left_behind_or_named(hub, ask, tmp_path):
+def test_columns_that_json_does_not_have_are_left_behind_or_named(hub, kept):
     when = datetime(2020, 2, 3)
     parquet(hub.folder("ann/dated") / "data/train-0.parquet", [{"messages": turns("Hi", "Yes"), "when": when}])
     parquet(hub.folder("ann/bare") / "data/train-0.parquet", [{"prompt": "Hi", "when": when}])
     parquet(hub.folder("ann/inner") / "data/train-0.parquet", [{"messages": [{**turns("Hi")[0], "name": when}]}])
-    assert ask("ann/dated", downloads=str(tmp_path))["rows"][0][1] == turns("Hi", "Yes")
-    assert (
-        "ann/bare row 1: the row has the keys ['prompt', 'when']" in ask("ann/bare", downloads=str(tmp_path))["error"]
-    )
-    assert ask("ann/inner", downloads=str(tmp_path))["error"].startswith("ann/inner row 1: Object of ")
+    assert kept("ann/dated")["rows"][0][1] == turns("Hi", "Yes")
+    assert "ann/bare row 1: the row has the keys ['prompt', 'when']" in kept("ann/bare")["error"]
+    assert kept("ann/inner")["error"].startswith("ann/inner row 1: Object of ")
 
 
-def test_the_copy_of_a_whole_set_serves_the_first_rows_of_it(hub, ask, tmp_path):
+def test_the_copy_of_a_whole_set_serves_the_first_rows_of_it(hub, kept):
     folder = hub.folder("ann/whole")
     jsonl(folder / "train.jsonl", *({"text": f"row {number}"} for number in range(9)))
-    rows = ask("ann/whole", downloads=str(tmp_path))["rows"]
+    rows = kept("ann/whole")["rows"]
     shutil.rmtree(folder)
-    assert ask("ann/whole", limit=4, downloads=str(tmp_path))["rows"] == rows[:4]
+    assert kept("ann/whole", limit=4)["rows"] == rows[:4]
 
 
 def flip(rows: Path) -> None:
@@ -238,21 +243,21 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_copy_that_is_not_as_it_was_written_is_downloaded_again_with_a_warning(hub, ask, tmp_path, damage):
+def test_a_copy_that_is_not_as_it_was_written_is_downloaded_again_with_a_warning(hub, kept, tmp_path, damage):
     for name in ("damaged", "other"):
         jsonl(hub.folder(f"ann/{name}") / "train.jsonl", *({"text": f"row {number} of {name}"} for number in range(9)))
-    first = ask("ann/damaged", limit=4, downloads=str(tmp_path))
-    ask("ann/other", limit=4, downloads=str(tmp_path))
+    first = kept("ann/damaged", limit=4)
+    kept("ann/other", limit=4)
     [copy] = tmp_path.glob("ann-damaged-*/rows.jsonl")
     whole = copy.read_bytes()
     DAMAGES[damage](copy)
     assert copy.read_bytes() != whole
-    again = ask("ann/damaged", limit=4, downloads=str(tmp_path))
+    again = kept("ann/damaged", limit=4)
     assert again["rows"] == first["rows"] and f"{copy.parent} is damaged" in again["told"][0]
     assert copy.read_bytes() == whole
     shutil.rmtree(hub.folder("ann/damaged"))
     DAMAGES[damage](copy)
-    assert "cannot be read" in ask("ann/damaged", limit=4, downloads=str(tmp_path))["error"]
+    assert "cannot be read" in kept("ann/damaged", limit=4)["error"]
 
 
 def test_a_copy_made_by_another_rule_is_not_read():

@@ -29,9 +29,8 @@ def test_the_most_frequent_supervised_tokens_are_chosen_and_ties_go_to_the_lower
 
 def test_choice_and_coverage_agree_with_counting_token_by_token():
     rng = np.random.default_rng(0)
-    samples = samples_of(*((rng.zipf(1.5, n) % 300, rng.random(n) < 0.4) for n in rng.integers(2, 400, 50))).subset(
-        rng.permutation(50)[:30]
-    )
+    some = samples_of(*((rng.zipf(1.5, n) % 300, rng.random(n) < 0.4) for n in rng.integers(2, 400, 50)))
+    samples = some.subset(rng.permutation(50)[:30])
     counts = Counter()
     for sample in samples:
         counts.update(sample.ids[sample.loss_mask].tolist())
