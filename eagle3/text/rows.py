@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from eagle3.errors import UserError
-from eagle3.parsing import parse_json
+from eagle3.parsing import DEEPEST, parse_json
 
 KINDS = (".json", ".jsonl", ".parquet")
 # Longest line: eight times the longest row that is tokenised, because JSON may escape its characters.
@@ -153,15 +153,17 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
             rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
             for number, row in enumerate(map(without_nulls, rows), 1):
                 yield f"{path} row {number}", row
-    except (OSError, pyarrow.ArrowException, ValueError, ArithmeticError, RecursionError) as error:
+    except (OSError, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
         raise UserError(f"{path}: not a readable parquet file ({error!s:.200}); fix or convert it") from error
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: Any, depth: int = 0) -> Any:
     """An Arrow row without its nulls: Arrow gives each row every key that occurs in the column, and a template would
-    treat the missing ones as present."""
+    treat the missing ones as present. Raises ValueError if the row is nested too deeply."""
+    if depth > DEEPEST:
+        raise ValueError(f"a row is nested deeper than {DEEPEST} levels")
     if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return {key: without_nulls(item, depth + 1) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_nulls(item) for item in value]
+        return [without_nulls(item, depth + 1) for item in value]
     return value
