@@ -4,20 +4,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import (
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
-
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "gpt_oss")
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 # Every family has these sizes: wide enough for two tensor-parallel ranks with two heads and one head of keys each.
 VOCABULARY = 256
@@ -38,6 +25,12 @@ SIZES = {
     "initializer_range": 0.1,
 }
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "gpt_oss": {**EXPERTS, "sliding_window": 16},  # in every other layer
+}
 
 
 def make_target(family: str, folder: Path) -> None:
@@ -52,20 +45,7 @@ def make_target(family: str, folder: Path) -> None:
 
 def random_model(family: str) -> PreTrainedModel:
     """A target with random weights, norms, biases and sinks included, in the form that transformers builds."""
-    match family:
-        case "llama":
-            model = LlamaForCausalLM(LlamaConfig(**SIZES))
-        case "qwen3":
-            model = Qwen3ForCausalLM(Qwen3Config(**SIZES))
-        case "qwen3_moe":
-            model = Qwen3MoeForCausalLM(
-                Qwen3MoeConfig(**SIZES, **EXPERTS, moe_intermediate_size=32, norm_topk_prob=True)
-            )
-        case "gpt_oss":
-            # layers alternate between a window of 16 keys and all of them
-            model = GptOssForCausalLM(GptOssConfig(**SIZES, **EXPERTS, sliding_window=16))
-        case _:
-            raise ValueError(f"make_target: no family {family!r}; there are {', '.join(FAMILIES)}")
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **FAMILIES[family]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from live_bytes import LargestTensor
 from safetensors.torch import load_file, save_file
+from tiny_draft import SHAPE, tiny_llama
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -31,16 +32,6 @@ from eagle3.targets.head import load_target_head
 from eagle3.targets.logits import BLOCK_ROWS, LogitTransform, summarize_teacher
 from eagle3.targets.transformers import TransformersTarget, load_target
 
-SHAPE = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.15,
-}
 FALCON_H1 = {
     "head_dim": 16,
     "mamba_d_ssm": 64,
@@ -50,11 +41,6 @@ FALCON_H1 = {
     "mamba_d_state": 16,
     "mamba_chunk_size": 16,
 }
-
-
-def tiny_llama(seed: int = 0, **changes) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes})).eval()
 
 
 def tiny_qwen3() -> Qwen3ForCausalLM:
