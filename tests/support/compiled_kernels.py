@@ -1,8 +1,5 @@
 """Compiles the Triton kernels for an H100 (sm_90), which needs no GPU. Prints as JSON what ptxas says of each:
-registers per thread, spilled bytes, shared memory; and its warps.
-
-python tests/support/compiled_kernels.py
-"""
+registers per thread, spilled bytes, shared memory; and its warps."""
 
 import json
 import re

@@ -1,8 +1,5 @@
 """Prefills documents over four processes in every layout, and writes for tests/targets/test_long_prefill.py how far
-each is from one process.
-
-python tests/support/long_prefill_worker.py FOLDER
-"""
+each is from one process."""
 
 import sys
 from functools import partial

@@ -1,8 +1,5 @@
 """Runs the cases of sharded_cases.py, all in one launch, and writes what each computed for
-tests/parallel/test_sharded.py.
-
-python tests/support/sharded_worker.py FOLDER
-"""
+tests/parallel/test_sharded.py."""
 
 import math
 import sys

@@ -1,8 +1,5 @@
 """Summarises and exchanges logits that are sharded over several ranks by vocabulary, all cases in one launch, for
-tests/targets/test_target_sharding.py.
-
-python tests/support/sharding_worker.py FOLDER
-"""
+tests/targets/test_target_sharding.py."""
 
 import sys
 from collections.abc import Sequence

@@ -1,8 +1,5 @@
 """Trains on two ranks with the teacher given as logits and as hidden states, all cases in one launch, for
-tests/targets/test_teacher_logits.py.
-
-python tests/support/teacher_logits_worker.py FOLDER
-"""
+tests/targets/test_teacher_logits.py."""
 
 import sys
 from dataclasses import dataclass, replace

@@ -1,7 +1,4 @@
-"""Distils, and loads and gathers weights, in tensor-parallel groups, for tests/parallel/test_tensor_parallel.py.
-
-python tests/support/tensor_parallel_worker.py FOLDER
-"""
+"""Distils, and loads and gathers weights, in tensor-parallel groups, for tests/parallel/test_tensor_parallel.py."""
 
 import os
 import sys
