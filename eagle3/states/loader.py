@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eagle3.parallel.rows import Rule
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
-from eagle3.parallel.topology import agreed
+from eagle3.parallel.topology import agreed, gathered
 from eagle3.states.rows import Rows, Target, deal_streams
 from eagle3.states.spool import SpoolReader, Ticket
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
@@ -61,77 +61,43 @@ class LiveSource:
         mine = owners[self.group.rank()]
         # Prefill everything before the first exchange: otherwise every batch would wait for the slowest rank.
         results = agreed(lambda: self.target.prefill([documents[index] for index in mine]), bool(mine)) or []
-        wanted = [reading.aux for reading in readings], [reading.teacher for reading in readings]
-        fetch_aux, fetch_teacher = (request_rows(each, owners, self.group, self.device) for each in wanted)
-        aux_rows = fetch_aux([states.aux for states in results])
-        names = ("values", "argmax", "logsumexp")
-        columns = [fetch_teacher([getattr(states.teacher, name) for states in results]) for name in names]
-        teachers = [self.target.teacher(*parts) for parts in zip(*columns, strict=True)]
-        return [self._kept(Rows(*pair)) for pair in zip(aux_rows, teachers, strict=True)]
+        own_wanted = {kind: [getattr(reading, kind).numpy() for reading in readings] for kind in ("aux", "teacher")}
+        wanted = gathered(own_wanted, self.group)  # 8 bytes a row, against kilobytes of hidden states
+        columns = [
+            self._exchanged([states.named()[name] for states in results], owners, [each[kind] for each in wanted])
+            for name, kind in (("aux", "aux"), ("values", "teacher"), ("argmax", "teacher"), ("logsumexp", "teacher"))
+        ]
+        per_document = zip(*columns, strict=True)
+        return [self._kept(Rows(aux, self.target.teacher(*teacher))) for aux, *teacher in per_document]
+
+    def _exchanged(
+        self, tensors: Sequence[Tensor], owners: Sequence[Sequence[int]], wanted: Sequence[Sequence[np.ndarray]]
+    ) -> list[Tensor]:
+        """Exchange rows of one kind of tensor, bit for bit. Returns those of each document that this rank wants.
+        Collective.
+
+        tensors: [T, ...] for each document of this rank
+        owners: for each rank, its documents. Each document has one owner; the first rank owns at least one.
+        wanted: for each rank, the rows of each document that it wants
+        """
+        own, documents = wanted[self.group.rank()], [*chain(*owners)]
+        # The first rank says what a row looks like, because others may own no document.
+        shape, dtype = gathered((tensors[0].shape[1:], tensors[0].dtype) if tensors else None, self.group)[0]
+        requests = [[of_rank[document] for document in owners[self.group.rank()]] for of_rank in wanted]
+        send_counts = [sum(map(len, of_rank)) for of_rank in requests]
+        outgoing = torch.empty(sum(send_counts), *shape, dtype=dtype, device=self.device)
+        pieces = outgoing.split([len(rows) for rows in chain(*requests)])
+        for tensor, rows, piece in zip([*tensors] * len(owners), chain(*requests), pieces, strict=True):
+            torch.index_select(tensor, 0, torch.from_numpy(rows).to(self.device), out=piece)
+        receive_counts = [sum(len(own[document]) for document in of_rank) for of_rank in owners]
+        incoming = outgoing.new_empty(sum(receive_counts), *shape)
+        dist.all_to_all_single(incoming, outgoing, receive_counts, send_counts, group=self.group)
+        arrived = incoming.split([len(own[document]) for document in documents])
+        by_document = dict(zip(documents, arrived, strict=True))
+        return [by_document[document] for document in sorted(documents)]
 
     def _kept(self, rows: Rows) -> Rows:
         return rows.map(lambda tensor: tensor.to(self.keep_on))
-
-
-def request_rows(
-    rows: Sequence[Tensor], owners: Sequence[Sequence[int]], group: dist.ProcessGroup, device: torch.device
-) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """Tell every rank which rows of its documents the others want. Collective over `group`.
-
-    rows: for each document (the same documents on every rank), the rows that this rank wants: int64, CPU, any order,
-    may be empty
-    owners: for each rank of the group, its documents. Each document has one owner; the first rank owns at least one.
-    device: where the group's backend exchanges tensors
-
-    A request costs 8 bytes per row, against kilobytes of hidden states, and saves each rank from planning for all
-    others. Returns a function that exchanges these rows; call it once for each kind of tensor.
-    """
-    order, own = list(chain(*owners)), owners[group.rank()]
-    assert owners[0] and sorted(order) == list(range(len(rows))), "one owner per document; the first rank owns some"
-    counts = torch.tensor([len(document_rows) for document_rows in rows], device=device)
-    all_counts = [torch.empty_like(counts) for _ in owners]
-    dist.all_gather(all_counts, counts, group=group)
-    receive_counts = [sum(len(rows[document]) for document in documents) for documents in owners]
-    # sizes[r][d]: how many rows rank r of the group (this one included) wants of this rank's document d.
-    sizes = [[rank_counts[document] for document in own] for rank_counts in torch.stack(all_counts).tolist()]
-    send_counts = [sum(document_sizes) for document_sizes in sizes]
-    requests = _all_to_all(
-        torch.cat([rows[document] for document in order]).to(device), receive_counts, send_counts, group
-    )
-
-    def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Exchange one kind of tensor. Collective.
-
-        tensors: [T, ...] for each document of this rank, in the order of `owners`, on `device`, of one dtype and width
-
-        Returns the wanted rows [n, ...] of each document of the group, in the order of the request, bit for bit.
-        """
-        assert len(tensors) == len(own), "a rank passes exactly the documents it owns"
-        # The group's first rank, which always owns a document, announces the shape and dtype of a row.
-        header = [(tensors[0].shape[1:], tensors[0].dtype) if tensors else None]
-        dist.broadcast_object_list(header, group=group, group_src=0, device=device)
-        shape, number_format = header[0]
-        outgoing = torch.empty(len(requests), *shape, dtype=number_format, device=device)
-        flat_sizes = [*chain(*sizes)]
-        pieces = zip([*tensors] * len(owners), requests.split(flat_sizes), outgoing.split(flat_sizes), strict=True)
-        for document, indices, piece in pieces:
-            torch.index_select(document, 0, indices, out=piece)
-        incoming = _all_to_all(outgoing, send_counts, receive_counts, group).split(
-            [len(rows[document]) for document in order]
-        )
-        by_document = dict(zip(order, incoming, strict=True))
-        return [by_document[document] for document in sorted(order)]
-
-    return fetch
-
-
-def _all_to_all(
-    outgoing: Tensor, send_counts: list[int], receive_counts: list[int], group: dist.ProcessGroup
-) -> Tensor:
-    """Send send_counts[r] consecutive rows to each rank r, which receives them in the order of the senders."""
-    incoming = outgoing.new_empty(sum(receive_counts), *outgoing.shape[1:])
-    dist.all_to_all_single(incoming, outgoing, receive_counts, send_counts, group=group)
-    return incoming
 
 
 @dataclass(frozen=True)
