@@ -1,19 +1,23 @@
 """Check a whole store byte by byte, and remove what is damaged, so that it can be captured again."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
+
+import torch
 
 from eagle3.console import Progress
 from eagle3.states.store.files import DamagedStore, LocalFiles, OutOfRange, open_files
 from eagle3.states.store.folder import Provenance, find_indexes, foreign_flaw, read_own_manifest
 from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location, RowRequest
-from eagle3.states.store.shard import SampleEntry, ShardIndex, read_index, replace_index, taught_rows
-from eagle3.text.samples import Sample, sample_digest
+from eagle3.states.store.shard import ShardIndex, read_index, replace_index, taught_rows
+from eagle3.text.samples import sample_digest
 
-# Samples read together, because a remote file system answers many requests in the time of one.
-SAMPLES_AT_ONCE = 32
+# Threads that read samples, because a remote file system answers several requests in the time of one.
+THREADS = 8
 # Rows read of each sample at a time, because a sample may be larger than memory.
 ROWS_AT_ONCE = 65536
 Kind = Literal["damaged", "out of range", "foreign", "mislabelled", "duplicate", "missing"]
@@ -63,69 +67,48 @@ def check_store(
     reader = HiddenStateStore(files, {}, manifest.record, vocab_size)
     indexes, errors = find_indexes(files)
     problems = [StoreProblem("damaged", shard, None, error.flaw) for shard, error in errors.items()]
-    token_counts: dict[str, int] = {}  # token count by sample
-    progress = Progress(report, "checking the store", len(indexes), "shards")
-    for index in indexes:
-        findings = _examine(reader, index)
-        if index.provenance_digest != manifest.digest:
-            flaw = foreign_flaw(index.provenance_digest, manifest.digest)
-            findings = [StoreProblem("foreign", index.shard, None, flaw)]
-        for finding in findings:
-            if isinstance(finding, SampleEntry) and finding.id in token_counts:
-                finding = StoreProblem("duplicate", index.shard, finding.id, "an earlier shard has it too")
-            if isinstance(finding, StoreProblem):
-                problems.append(finding)
-            else:
-                token_counts[finding.id] = finding.tokens
-        progress.advance()
+    own = [index for index in indexes if index.provenance_digest == manifest.digest]
+    problems += [
+        StoreProblem("foreign", index.shard, None, foreign_flaw(index.provenance_digest, manifest.digest))
+        for index in indexes
+        if index.provenance_digest != manifest.digest
+    ]
+    token_counts: dict[str, int] = {}  # by sample
+    progress = Progress(report, "checking the store", len(own), "shards")
+    with ThreadPoolExecutor(THREADS) as threads:
+        for index in own:
+            found = threads.map(partial(_problem, reader), [Location(index, entry) for entry in index.samples])
+            for entry, problem in zip(index.samples, found, strict=True):
+                if problem is None and entry.id in token_counts:
+                    problem = StoreProblem("duplicate", index.shard, entry.id, "an earlier shard has it too")
+                if problem:
+                    problems.append(problem)
+                else:
+                    token_counts[entry.id] = entry.tokens
+            progress.advance()
     reported_ids = token_counts.keys() | {problem.sample_id for problem in problems}
     missing_ids = (sample_id for sample_id in expected_ids if sample_id not in reported_ids)
     problems += [StoreProblem("missing", None, sample_id, "no shard has it whole") for sample_id in missing_ids]
     return Findings(problems, indexes, len(token_counts), sum(token_counts.values()))
 
 
-def _examine(reader: HiddenStateStore, index: ShardIndex) -> Iterator[SampleEntry | StoreProblem]:
-    """Yield the entries of a shard's intact samples, and a Problem for every other one."""
-    for start in range(0, len(index.samples), SAMPLES_AT_ONCE):
-        members = [Location(index, entry) for entry in index.samples[start : start + SAMPLES_AT_ONCE]]
-        try:
-            yield from _look_through(reader, members)
-        except DamagedStore:  # read them one by one to find out which of them
-            for member in members:
-                try:
-                    yield from _look_through(reader, [member])
-                except DamagedStore as error:
-                    yield StoreProblem(error.kind, index.shard, member.entry.id, f"{index.shard}: {error.flaw}")
-
-
-def _look_through(reader: HiddenStateStore, locations: list[Location]) -> list[SampleEntry | StoreProblem]:
-    """Read every byte of these samples, a few rows at a time, and judge each sample. Raises DamagedStore."""
-    tokens = reader.tokens_at(locations)
-    kept_rows = [  # rows of aux, and rows that the teacher needs
-        [rows_of(each.loss_mask).nonzero().flatten() for rows_of in (location.index.encoding.seen_rows, taught_rows)]
-        for location, each in zip(locations, tokens, strict=True)
-    ]
-    for start in range(0, max(location.entry.tokens for location in locations), ROWS_AT_ONCE):
-        stop = start + ROWS_AT_ONCE
-        requests = [
-            RowRequest(location.entry.id, *(rows[(rows >= start) & (rows < stop)] for rows in each))
-            for location, each in zip(locations, kept_rows, strict=True)
-        ]
-        for location, rows in zip(locations, reader.read_at(locations, requests), strict=True):
-            if not (rows.aux.isfinite().all() and rows.teacher.values.isfinite().all()):
-                raise OutOfRange(location.entry.id, "has hidden states that are not finite")
-    return [_judged(*each) for each in zip(locations, tokens, strict=True)]
-
-
-def _judged(location: Location, tokens: Sample) -> SampleEntry | StoreProblem:
-    """The sample's entry if its tokens are its own, else its Problem."""
+def _problem(reader: HiddenStateStore, location: Location) -> StoreProblem | None:
+    """Read every byte of a sample, some rows at a time. Returns what is wrong with it, or None."""
     index, entry = location
+    try:
+        (tokens,) = reader.tokens_at([location])
+        masks = index.encoding.seen_rows(tokens.loss_mask), taught_rows(tokens.loss_mask)
+        for some in torch.arange(entry.tokens).split(ROWS_AT_ONCE):
+            request = RowRequest(entry.id, *(some[mask[some]] for mask in masks))
+            (rows,) = reader.read_at([location], [request])
+            if not (rows.aux.isfinite().all() and rows.teacher.values.isfinite().all()):
+                raise OutOfRange(entry.id, "has hidden states that are not finite")
+    except DamagedStore as error:
+        return StoreProblem(error.kind, index.shard, entry.id, f"{index.shard}: {error.flaw}")
     digest = sample_digest(tokens.ids.numpy(), tokens.loss_mask.numpy()).hex()
-    if digest != entry.id:
-        return StoreProblem(
-            "mislabelled", index.shard, entry.id, f"its tokens and loss mask are those of sample {digest}"
-        )
-    return entry
+    if digest == entry.id:
+        return None
+    return StoreProblem("mislabelled", index.shard, entry.id, f"its tokens and loss mask are those of sample {digest}")
 
 
 def remove_flawed(folder: Path, problems: Iterable[StoreProblem]) -> None:
