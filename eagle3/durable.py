@@ -1,7 +1,6 @@
 """Files that a kill or a full disk leaves either whole or absent, locks that a kill releases, and digests that reveal
 changes."""
 
-import errno
 import fcntl
 import hashlib
 import os
@@ -16,7 +15,7 @@ from typing import BinaryIO
 from safetensors import SafetensorError
 
 from eagle3.console import memory_size
-from eagle3.errors import UserError
+from eagle3.errors import NO_SPACE, UserError
 
 
 class Lock(Enum):
@@ -50,7 +49,7 @@ def writing(path: Path, remedy: str) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         place = next(place for place in (path, *path.absolute().parents) if os.path.exists(place))
-        if getattr(error, "errno", errno.ENOSPC) in (errno.ENOSPC, errno.EDQUOT):
+        if getattr(error, "errno", NO_SPACE[0]) in NO_SPACE:
             reason += f"; {memory_size(shutil.disk_usage(place).free)} are free"
         else:
             remedy = remedy.replace("free space", "make it writable for this user", 1)

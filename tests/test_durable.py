@@ -1,10 +1,10 @@
 """Files that several processes write at once."""
 
-import multiprocessing
+from functools import partial
+
+from store_cases import FORK, at_once
 
 from eagle3.durable import create_text, write_text
-
-FORK = multiprocessing.get_context("fork")
 
 
 def test_files_that_several_processes_write_at_once_are_whole_and_nothing_else_is_left(tmp_path):
@@ -18,11 +18,6 @@ def test_files_that_several_processes_write_at_once_are_whole_and_nothing_else_i
             write_text(tmp_path / "one", text)
             create_text(tmp_path / f"first of {number}", text)
 
-    writers = [FORK.Process(target=write_often, args=(text,)) for text in texts]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join()
-    assert [writer.exitcode for writer in writers] == [0] * len(texts)
+    assert at_once(*(partial(write_often, text) for text in texts)) == [0] * len(texts)
     assert {path.name for path in tmp_path.iterdir()} == {"one", *(f"first of {number}" for number in range(50))}
     assert {path.read_text() for path in tmp_path.iterdir()} <= {*texts}

@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -55,12 +55,16 @@ def provenance_of(encoding: Encoding, **changes) -> dict:
     return {**PROVENANCE, **fields, **changes}
 
 
-def write(
-    path: Path, numbers, encoding: Encoding = PLAIN, shard_tokens: int = 100, provenance=PROVENANCE, **options
-) -> None:
-    with StoreWriter(path, provenance, encoding, shard_tokens=shard_tokens, **options) as writer:
+def write(path, numbers, encoding: Encoding = PLAIN, shard_tokens: int = 100, tokens=None, hidden=HIDDEN, **options):
+    """Write these samples, with `tokens` and `hidden` as in `sample`."""
+    with StoreWriter(path, PROVENANCE, encoding, shard_tokens=shard_tokens, **options) as writer:
         for number in numbers:
-            writer.add(*sample(number))
+            writer.add(*sample(number, tokens, hidden))
+
+
+def write_one(path, encoding: Encoding, sample_id: str, ids, loss_mask, rows) -> None:
+    with StoreWriter(path, PROVENANCE, encoding) as writer:
+        writer.add(sample_id, ids, loss_mask, rows)
 
 
 def open_store(path, encoding: Encoding = PLAIN) -> HiddenStateStore:
@@ -99,6 +103,12 @@ def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
     assert findings.problems == [] and findings.samples == len(list(numbers))
 
 
+def assert_continues(path, numbers, encoding: Encoding = PLAIN) -> None:
+    """Asserts that a writer of these samples completes the store."""
+    write(path, numbers, encoding)
+    assert_holds(path, numbers, encoding)
+
+
 def indexes(path: Path) -> list[ShardIndex]:
     """The readable indexes of a store's shards."""
     return find_indexes(LocalFiles(path))[0]
@@ -109,12 +119,19 @@ def stored_ids(path: Path) -> set[str]:
     return {entry.id for index in indexes(path) for entry in index.samples}
 
 
+def at_once(*works) -> list[int]:
+    """Do all works at the same time, each in a process of its own. Returns their exit codes."""
+    processes = [FORK.Process(target=work) for work in works]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(HANG_SECONDS)
+    return [process.exitcode for process in processes]
+
+
 def run(work, *arguments) -> int:
     """Run the work in a separate process. Returns its exit code."""
-    process = FORK.Process(target=work, args=arguments)
-    process.start()
-    process.join(HANG_SECONDS)
-    return process.exitcode
+    return at_once(partial(work, *arguments))[0]
 
 
 def killed_at_call(number: int, work, *arguments) -> None:

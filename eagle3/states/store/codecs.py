@@ -1,6 +1,5 @@
 """Codecs for rows of hidden states. They work chunk by chunk, so that a ranged read decodes only what it needs."""
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -135,11 +134,6 @@ def _chunks(encoded: np.ndarray, rows: int, chunk_rows: int) -> list[memoryview]
     data = memoryview(encoded).cast("B")
     size = len(data) // rows * chunk_rows
     return [data[start : start + size] for start in range(0, len(data), size)]
-
-
-def chunk_rows(width: int, dtype: torch.dtype, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Rows in a chunk: a power of two, so that chunks align with the runs in which rows are dealt to ranks."""
-    return 2 ** int(math.log2(max(1, chunk_bytes // (width * dtype.itemsize))))
 
 
 def _bits_of(tensor: Tensor) -> np.ndarray:

@@ -2,15 +2,13 @@
 
 import mmap
 import os
-from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from fsspec.core import url_to_fs
-from fsspec.utils import merge_offset_ranges
 
-from eagle3.errors import UserError
+from eagle3.errors import UserError, in_one_line
 
 TOO_SHORT = "is shorter than its index says"
 
@@ -33,7 +31,6 @@ class DamagedStore(UserError):
 class ForeignShards(DamagedStore):
     """Raised if shards were captured under a provenance other than the one in the store.json beside them."""
 
-    kind = "foreign"
     remedy = (
         "restore what was replaced, or run capture.py --repair, which deletes them and captures their samples again"
     )
@@ -73,27 +70,13 @@ class LocalFiles:
     def names(self) -> set[str]:
         """The names of all files. Empty if the folder does not exist."""
         try:
-            entries = list(os.scandir(self.folder))
+            return set(os.listdir(self.folder))
         except FileNotFoundError:
             return set()
-        except OSError as error:
-            raise UserError(
-                f"{self.folder}: cannot be listed ({error.strerror}); name the store's folder in hidden_states.path"
-            ) from error
-        for entry in entries:
-            if entry.is_dir() and entry.name.endswith((".safetensors", ".json")):
-                raise UserError(
-                    f"{entry.path}: is a folder in the place of a file of the store; move it away, and run "
-                    "capture.py --repair"
-                )
-        return {entry.name for entry in entries}
 
     def read(self, name: str) -> bytes:
         """The contents of a whole file."""
-        try:
-            return (self.folder / name).read_bytes()
-        except OSError as error:
-            raise _unreadable_here(error.filename, error) from error
+        return (self.folder / name).read_bytes()
 
     def fetch(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
         """The bytes of these ranges. The files stay mapped as long as somebody holds them."""
@@ -116,8 +99,6 @@ class LocalFiles:
             raise DamagedStore(str(path), "is missing") from error
         except ValueError as error:  # an empty file cannot be mapped
             raise DamagedStore(str(path), TOO_SHORT) from error
-        except OSError as error:
-            raise _unreadable_here(str(path), error) from error
 
 
 class RemoteFiles:
@@ -130,7 +111,7 @@ class RemoteFiles:
             self.files, root = url_to_fs(url)
         except (ValueError, ImportError, OSError) as error:
             raise UserError(
-                f"{url}: cannot be opened ({first_words(error)}); fix hidden_states.path, or install the package of "
+                f"{url}: cannot be opened ({in_one_line(error)}); fix hidden_states.path, or install the package of "
                 f"protocol {url.split('://')[0]!r}"
             ) from error
         self.root = root.rstrip("/")
@@ -142,7 +123,7 @@ class RemoteFiles:
         except FileNotFoundError:
             return set()
         except OSError as error:
-            raise _unreadable_there(self.where, error) from error
+            raise _unreadable(self.where, error) from error
         return {entry["name"].rstrip("/").rsplit("/", 1)[-1] for entry in entries if entry["type"] == "file"}
 
     def read(self, name: str) -> bytes:
@@ -150,19 +131,17 @@ class RemoteFiles:
         try:
             return self.files.cat_file(f"{self.root}/{name}")
         except OSError as error:
-            raise _unreadable_there(self.where, error) from error
+            raise _unreadable(self.where, error) from error
 
     def fetch(self, ranges: Sequence[ByteRange]) -> list[memoryview]:
         """The bytes of these ranges."""
-        if not ranges:
-            return []
-        # Sort the ranges and merge adjacent ones, because a request costs more than the bytes that it reads.
-        names, starts, stops = merge_offset_ranges(*map(list, zip(*ranges, strict=True)))
+        paths = [f"{self.root}/{each.name}" for each in ranges]
+        starts, stops = [each.start for each in ranges], [each.stop for each in ranges]
         try:
-            blocks = self.files.cat_ranges([f"{self.root}/{name}" for name in names], starts, stops, on_error="raise")
+            blocks = self.files.cat_ranges(paths, starts, stops, on_error="raise")
         except (OSError, ValueError) as error:  # ValueError: a web server that serves no ranges
-            raise _unreadable_there(self.where, error) from error
-        for name, start, stop, data in zip(names, starts, stops, blocks, strict=True):
+            raise _unreadable(self.where, error) from error
+        for (name, start, stop), data in zip(ranges, blocks, strict=True):
             if len(data) < stop - start:
                 raise DamagedStore(f"{self.where}/{name}", TOO_SHORT)
             if len(data) > stop - start:
@@ -170,16 +149,12 @@ class RemoteFiles:
                     f"{self.where}/{name}: gave {len(data)} bytes where {stop - start} were asked for; name a server "
                     "that serves ranges in hidden_states.path"
                 )
-        runs, pieces = list(zip(names, starts, strict=True)), []
-        for name, start, stop in ranges:
-            index = bisect_right(runs, (name, start)) - 1
-            pieces.append(memoryview(blocks[index])[start - starts[index] : stop - starts[index]])
-        return pieces
+        return [memoryview(data) for data in blocks]
 
 
 # Both classes read files that no longer change, and threads may share an object of either. If a file is missing or too
-# short, they raise DamagedStore, because capturing again fixes that. If it cannot be read here and now, they raise a
-# different UserError, because it must not be captured again.
+# short, they raise DamagedStore, because capturing again fixes that. If it cannot be read here and now, they raise
+# OSError or a different UserError, because it must not be captured again.
 StoreFiles = LocalFiles | RemoteFiles
 
 
@@ -188,16 +163,7 @@ def open_files(path: str) -> StoreFiles:
     return RemoteFiles(path) if is_url(path) else LocalFiles(Path(path))
 
 
-def first_words(error: Exception) -> str:
-    """The beginning of a possibly long message."""
-    return f"{error!s:.200}".partition("\n")[0] or type(error).__name__
-
-
-def _unreadable_here(path: str, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be read ({error.strerror or error}); fix its permissions or its disk")
-
-
-def _unreadable_there(url: str, error: Exception) -> UserError:
+def _unreadable(url: str, error: Exception) -> UserError:
     return UserError(
-        f"{url}: cannot be read ({first_words(error)}); check the connection, your access and hidden_states.path"
+        f"{url}: cannot be read ({in_one_line(error)}); check the connection, your access and hidden_states.path"
     )

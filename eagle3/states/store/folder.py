@@ -1,14 +1,14 @@
 """A store's folder: the indexes of its shards, and `store.json`, which says what it was captured from."""
 
 import json
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from eagle3.console import counted
-from eagle3.errors import UserError, shown
+from eagle3.errors import UserError, in_one_line, shown
 from eagle3.parsing import parse_json
-from eagle3.states.store.files import DamagedStore, ForeignShards, StoreFiles, first_words, no_store
+from eagle3.states.store.files import DamagedStore, ForeignShards, StoreFiles, no_store
 from eagle3.states.store.shard import SHARD_NAME, ShardIndex, json_digest, read_index
 
 FORMAT = 4
@@ -53,7 +53,7 @@ def read_manifest(files: StoreFiles) -> StoreManifest:
             return StoreManifest(dict(body["provenance"]), dict(body["record"]))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{files.where}/{MANIFEST}: not a store's description ({first_words(error)}); restore it, or name another "
+            f"{files.where}/{MANIFEST}: not a store's description ({in_one_line(error)}); restore it, or name another "
             "folder in hidden_states.path"
         ) from error
     raise UserError(
@@ -75,18 +75,16 @@ def require_provenance(files: StoreFiles, manifest: StoreManifest, provenance: P
     serves the provenance. If the shards show that `store.json` was changed, the message says so."""
     actual = manifest.provenance
     required = json.loads(json.dumps(dict(provenance)))  # as read back from a file, where tuples are lists
-    if not _has_rows(actual, required):
-        limits = f"model.draft.window={actual['window']} and training.ttt_steps={actual['ttt_steps']}"
-        full_remedy = f"set {limits}, or less, and parallelism.query_selection=supervised"
-        remedy = full_remedy if required.get("window") is None else f"set at most {limits}"
+    needs, has = ([each.get(field) or math.inf for field in WINDOW] for each in (required, actual))
+    if any(need > there for need, there in zip(needs, has, strict=True)):
         raise UserError(
             f"{files.where}: the store has the rows of {_window_in_words(actual)}, this run needs those of "
-            f"{_window_in_words(required)}; {remedy}, or name another folder in hidden_states.path and capture again"
+            f"{_window_in_words(required)}; set model.draft.window={actual['window']} and "
+            f"training.ttt_steps={actual['ttt_steps']}, or less, and parallelism.query_selection=supervised, or name "
+            "another folder in hidden_states.path and capture again"
         )
     required |= {field: actual.get(field) for field in WINDOW}
-    for field in sorted({*actual, *required}):
-        if actual.get(field) == required.get(field):
-            continue
+    for field in sorted(field for field in {*actual, *required} if actual.get(field) != required.get(field)):
         values = f"{field}={actual.get(field)!r}, this run has {required.get(field)!r}"
         if field == "target" and isinstance(name := manifest.record.get("target"), str):
             values = (
@@ -104,13 +102,6 @@ def require_provenance(files: StoreFiles, manifest: StoreManifest, provenance: P
             f"{files.where}: the store was captured with {values}; {key}name another folder in hidden_states.path and "
             "capture again"
         )
-
-
-def _has_rows(actual: Provenance, required: Provenance) -> bool:
-    """Whether a store of provenance `actual` has every row that a run with provenance `required` reads."""
-    if actual.get("window") is None:
-        return True
-    return required.get("window") is not None and all(required[field] <= actual[field] for field in WINDOW)
 
 
 def _window_in_words(provenance: Provenance) -> str:
@@ -141,30 +132,17 @@ def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, Damaged
 
 
 def read_indexes(files: StoreFiles, manifest: StoreManifest) -> list[ShardIndex]:
-    """Read the indexes of all shards, and check that each shard belongs to this store. Raises ForeignShards or
-    DamagedStore."""
+    """Read the indexes of all shards, and check that each shard belongs to this store. Raises ForeignShards, whose
+    message says whether the shards or `store.json` must have been replaced, or DamagedStore."""
     indexes, errors = find_indexes(files)
     for error in errors.values():
         raise error
-    _require_digest(files.where, indexes, manifest.digest)
+    foreign = [index for index in indexes if index.provenance_digest != manifest.digest]
+    if foreign:
+        flaw = foreign_flaw(foreign[0].provenance_digest, manifest.digest)
+        share = f"{len(foreign):,} of {len(indexes):,} shards are foreign"
+        raise ForeignShards(f"{files.where}/{foreign[0].shard}", f"{flaw}; {share}")
     return indexes
-
-
-def _require_digest(where: str, indexes: list[ShardIndex], digest: str) -> None:
-    """Check that no index has a different digest. Raises ForeignShards, whose message says whether the shards or
-    `store.json` must have been replaced."""
-    foreign = [index for index in indexes if index.provenance_digest != digest]
-    if not foreign:
-        return
-    other_digest = foreign[0].provenance_digest
-    if {index.provenance_digest for index in indexes} == {other_digest}:
-        raise ForeignShards(
-            f"{where}/{MANIFEST}",
-            f"describes another provenance (digest {digest}) than its {counted(len(foreign), 'shard')} (digest "
-            f"{other_digest})",
-        )
-    flaw = f"{foreign_flaw(other_digest, digest)}; {len(foreign):,} of {len(indexes):,} shards are foreign"
-    raise ForeignShards(f"{where}/{foreign[0].shard}", flaw)
 
 
 def foreign_flaw(digest: str | None, provenance_digest: str) -> str:

@@ -15,14 +15,7 @@ from eagle3.states.rows import Rows
 from eagle3.states.store.codecs import Codec
 from eagle3.states.store.files import ByteRange, DamagedStore, OutOfRange, StoreFiles, open_files
 from eagle3.states.store.folder import Provenance, read_indexes, read_own_manifest
-from eagle3.states.store.shard import (
-    HIDDEN,
-    NUMPY_TYPES,
-    SampleEntry,
-    ShardIndex,
-    kept_rows,
-    sample_digest,
-)
+from eagle3.states.store.shard import HIDDEN, NUMPY_TYPES, SampleEntry, ShardIndex, kept_rows, sample_digest
 from eagle3.text.samples import Sample
 
 # Threads that check and decode chunks in parallel.

@@ -19,6 +19,7 @@ A shard gets its name when it is complete.
 """
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterable
@@ -33,12 +34,12 @@ import xxhash
 from torch import Tensor
 
 from eagle3.durable import Lock, lock, publish
-from eagle3.errors import UserError
+from eagle3.errors import UserError, in_one_line
 from eagle3.parallel.rows import RULES, covered, taught
 from eagle3.parsing import parse_json
 from eagle3.states.rows import DraftLogits, LastHidden, TeacherRows
-from eagle3.states.store.codecs import CHUNK_BYTES, Codec, CodecName, Fp8, Lossless, Raw, StoreDtype, chunk_rows
-from eagle3.states.store.files import ByteRange, DamagedStore, StoreFiles, first_words
+from eagle3.states.store.codecs import CHUNK_BYTES, Codec, CodecName, Fp8, Lossless, Raw, StoreDtype
+from eagle3.states.store.files import ByteRange, DamagedStore, StoreFiles
 
 # The writer's random number, and a serial number. Other files in the folder are ignored.
 SHARD_NAME = re.compile(r"shard-[0-9a-f]{8}-\d{5,}\.safetensors")
@@ -89,7 +90,8 @@ class Encoding:
         return "none" if logits and self.codec == "fp8" else self.codec
 
     def chunk_rows(self, name: str) -> int:
-        return chunk_rows(self.width(name), self.number_format, self.chunk_bytes)
+        """Rows in a chunk: a power of two, so that chunks align with the runs in which rows are dealt to ranks."""
+        return 2 ** int(math.log2(max(1, self.chunk_bytes // (self.width(name) * self.number_format.itemsize))))
 
     def make_codec(self, name: str) -> Codec:
         """Codec for rows of `aux` or `last`. Raises UserError if its package is not installed."""
@@ -170,7 +172,7 @@ def read_index(files: StoreFiles, shard: str) -> ShardIndex:
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise DamagedStore(where, f"broken index ({first_words(error)})") from error
+        raise DamagedStore(where, f"broken index ({in_one_line(error)})") from error
 
 
 def write_index(

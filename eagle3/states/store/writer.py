@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
-from itertools import count
+from itertools import accumulate, count, pairwise
 from pathlib import Path
 from secrets import token_hex
 from threading import RLock
@@ -23,7 +23,7 @@ from eagle3.durable import Lock, create_text, lock, publish, write_text, writing
 from eagle3.errors import UserError
 from eagle3.states.rows import KeptRows, Rows
 from eagle3.states.store.blob import Blob
-from eagle3.states.store.files import LocalFiles, is_url
+from eagle3.states.store.files import LocalFiles
 from eagle3.states.store.folder import (
     MANIFEST,
     WINDOW,
@@ -100,10 +100,6 @@ class StoreWriter(AbstractContextManager):
         shard_tokens: int = 65536,
         threads: int = 4,
     ) -> None:
-        if is_url(str(path)):
-            raise UserError(
-                f"hidden_states.path: {path}: a store is written to a folder; copy it to a URL when it is whole"
-            )
         encoding.make_codec("aux")  # report a missing package before leaving anything in the folder
         self.folder, self.shard_tokens = Path(path), shard_tokens
         full_provenance = {**provenance, **{field: getattr(encoding, field) for field in ("codec", "dtype", *WINDOW)}}
@@ -121,7 +117,7 @@ class StoreWriter(AbstractContextManager):
             manifest = self._begin(files, StoreManifest(full_provenance, record or {}))
             remove_abandoned(self.folder)
             self.known = {entry.id for index in read_indexes(files, manifest) for entry in index.samples}
-        except UserError:
+        except (UserError, OSError):
             self._lock.close()
             raise
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
@@ -133,13 +129,13 @@ class StoreWriter(AbstractContextManager):
 
     def _begin(self, files: LocalFiles, manifest: StoreManifest) -> StoreManifest:
         """Write the manifest, or read the existing one, and return it. Raises UserError if it differs."""
-        begun = has_shards(files)
-        if not begun:
+        if not has_shards(files):
             create_text(self.folder / MANIFEST, manifest.dump())
         try:
             return read_own_manifest(files, manifest.provenance)
         except UserError:
-            if begun or any(map(self._is_of_another, self.folder.glob(LOCK.format("*", "*")))):
+            # In this order: a writer publishes its shards before it releases its lock.
+            if any(map(self._is_of_another, self.folder.glob(LOCK.format("*", "*")))) or has_shards(files):
                 raise
         write_text(self.folder / MANIFEST, manifest.dump())
         return manifest
@@ -158,7 +154,7 @@ class StoreWriter(AbstractContextManager):
             and of which those are enough that are kept
 
         If the id is known, `rows` is not touched. Raises UserError if the disk is full or a hidden state is not finite.
-        After any exception, the writer can only be closed by leaving its `with` block, or discarded.
+        After any exception, the writer can only be closed by leaving its `with` block.
         """
         if sample_id in self.known:
             return False
@@ -178,29 +174,21 @@ class StoreWriter(AbstractContextManager):
             self._shard.publish()
         self._shard = None
 
-    def discard(self) -> None:
-        """Drop the samples that are not yet in a shard, and release the part."""
-        if self._shard:
-            self._shard.discard()
-        self._shard = None
-        self._threads.shutdown()
-        self._lock.close()
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is not None:
-                self._keep_whole_samples()
+                # Nothing that fails here may hide the exception that ended the block. A second signal may have left a
+                # thread behind that is still adding a sample.
+                with suppress(Exception), self._adding:
+                    if self._shard and self._shard.cut():
+                        self._publish()
             elif self._shard:
                 self._publish()
         finally:
-            self.discard()
-
-    def _keep_whole_samples(self) -> None:
-        # Nothing that fails here may hide the exception that ended the block. A second signal may have left a thread
-        # behind that is still adding a sample.
-        with suppress(Exception), self._adding:
-            if self._shard and self._shard.cut():
-                self._publish()
+            if self._shard:
+                self._shard.discard()
+            self._threads.shutdown()
+            self._lock.close()
 
 
 class ShardWriter:
@@ -215,8 +203,7 @@ class ShardWriter:
     def __init__(
         self, folder: Path, shard: str, encoding: Encoding, threads: Executor, provenance_digest: str | None
     ) -> None:
-        self.folder, self.shard, self.encoding = folder, shard, encoding
-        self.provenance_digest = provenance_digest
+        self.folder, self.shard, self.encoding, self.provenance_digest = folder, shard, encoding, provenance_digest
         self.partial = folder / f"{shard}{PARTIAL}"
         self.file = self.partial.open("xb+")
         # While another process is removing it as abandoned.
@@ -292,8 +279,11 @@ class ShardWriter:
             small[name] = column.new_zeros(len(ids)).masked_scatter_(kept.taught, column)
         for name, column in small.items():
             self.columns[name].append(column.cpu().numpy().astype(NUMPY_TYPES[name]))
-        counts = {"tokens": len(ids), "taught": int(kept.taught.sum()), "seen": int(kept.seen.sum())}
-        self.sample = sample._replace(**{name: getattr(sample, name) + count for name, count in counts.items()})
+        self.sample = sample._replace(
+            tokens=sample.tokens + len(ids),
+            taught=sample.taught + int(kept.taught.sum()),
+            seen=sample.seen + int(kept.seen.sum()),
+        )
 
     def end(self) -> None:
         for blob in self.blobs.values():
@@ -327,13 +317,15 @@ class ShardWriter:
         for name, array in arrays.items():
             tensors[name] = SAFETENSORS_NAMES[NUMPY_TYPES[name]], [len(array)], array.nbytes
             self.file.write(array.tobytes())
-        header, start = {}, 0
-        for name, (dtype, shape, byte_count) in tensors.items():
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, start + byte_count]}
-            start += byte_count
-        small = ([arrays[name][part] for name, part in entry.parts(self.encoding)] for entry in self.samples)
-        digests = map(sample_digest, small)
-        samples = [entry._replace(digest=digest) for entry, digest in zip(self.samples, digests, strict=True)]
+        offsets = pairwise(accumulate((size for *_, size in tensors.values()), initial=0))
+        header = {
+            name: {"dtype": dtype, "shape": shape, "data_offsets": edges}
+            for (name, (dtype, shape, _)), edges in zip(tensors.items(), offsets, strict=True)
+        }
+        samples = [
+            entry._replace(digest=sample_digest(arrays[name][part] for name, part in entry.parts(self.encoding)))
+            for entry in self.samples
+        ]
         write_index(self.file, header, self.encoding, self.provenance_digest, samples)
         publish(self.partial, self.folder / self.shard)
         self.file.close()
