@@ -12,7 +12,6 @@ Producers and readers of hidden states share nothing else: no process group, no 
 folder must belong to that user alone, because it is usually in /dev/shm, where everybody may write.
 """
 
-import errno
 import json
 import os
 import re
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from eagle3.durable import Lock, lock, write_text, writing
-from eagle3.errors import SharedUserError, UserError
+from eagle3.errors import NO_SPACE, SharedUserError, UserError
 from eagle3.parsing import parse_json
 from eagle3.states.capture import token_bytes
 from eagle3.states.rows import Rows
@@ -199,18 +198,14 @@ def own_folder(folder: Path) -> None:
 
 
 def foreign(folder: Path) -> str:
-    """The reason why others may write to the folder, or why that cannot be told; empty if they may not."""
-    try:
-        status = folder.lstat()
-    except OSError as error:
-        return f"cannot be looked at ({error.strerror})"
-    if stat.S_ISLNK(status.st_mode):
-        return "is a symbolic link"
-    if status.st_uid != os.geteuid():
-        return f"belongs to user {status.st_uid}, not to {os.geteuid()}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"may be written by others (mode {stat.S_IMODE(status.st_mode):o})"
-    return ""
+    """The reason why others may write to the folder; empty if they may not. Raises OSError."""
+    status = folder.lstat()
+    flaws = {
+        "is a symbolic link": stat.S_ISLNK(status.st_mode),
+        f"belongs to user {status.st_uid}, not to {os.geteuid()}": status.st_uid != os.geteuid(),
+        f"may be written by others (mode {stat.S_IMODE(status.st_mode):o})": status.st_mode & 0o022,
+    }
+    return next((flaw for flaw, found in flaws.items() if found), "")
 
 
 def sweep(folder: Path) -> int:
@@ -252,7 +247,7 @@ def fail(folder: Path, ticket: Ticket, reason: str) -> None:
         try:
             write_text(note, reason)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in NO_SPACE:
                 raise
             (folder / RESERVE).unlink(missing_ok=True)
             write_text(note, reason)
@@ -267,8 +262,7 @@ class SpoolReader:
 
     def __init__(self, path: Path, number: int, vocab_size: int = ANY_TOKEN) -> None:
         self.path, self.number = path, number
-        self.files = LocalFiles(path)
-        self.store = HiddenStateStore(self.files, {}, {}, vocab_size)
+        self.store = HiddenStateStore(LocalFiles(path), {}, {}, vocab_size)
 
     def wait(self, ticket: Ticket, ids: Tensor) -> Location:
         """Wait until the sample is there. Raises UserError if it failed, if it was not made from these ids [T], or if
@@ -283,7 +277,7 @@ class SpoolReader:
                 self._require_owner()
             time.sleep(POLL_SECONDS)
         try:
-            index = read_index(self.files, ticket.shard)
+            index = read_index(self.store.files, ticket.shard)
             location = Location(index, index.samples[0])
             (stored,) = self.store.tokens_at([location])
         except DamagedStore:

@@ -140,7 +140,7 @@ class SpoolWriter:
     def _there(self, job: Path) -> bool:
         """Whether a job is waiting there. The spool must be our own folder: a link in somebody else's could lead
         anywhere."""
-        return not foreign(self.folder) and job.is_dir()
+        return job.is_dir() and not foreign(self.folder)
 
     def give_up(self, ticket: Ticket, reason: str) -> None:
         """Tell the job why it will not get a sample."""
