@@ -117,7 +117,8 @@ def unroll(
     at_once = recompute == "none"
     chunk = max(rows, queries) if at_once or chunk is None else chunk
     at_work = DraftPass(draft, exact=not at_once, pointwise=pointwise)
-    work, weights = Work(at_work, attention, inputs, Shared.of(at_work, inputs) if at_once else None), at_work.weights
+    shared, weights = Shared.of(at_work, inputs) if at_once else None, at_work.weights
+    work = UnrollWork(at_work, attention, inputs, shared)
     entry = ChunkedWork(work.enter, inputs.entry_cuts(chunk), weights)
     hidden, *prefix = (entry.plainly if at_once else entry)()
     exchange = attention.start(KeyValue(*prefix))
@@ -155,7 +156,7 @@ class Shared(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
+class UnrollWork:
     """The parts of the unroll. What embeddings add to a projection, and its rotation, are computed where they are
     needed, unless steps share them."""
 

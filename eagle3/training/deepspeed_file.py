@@ -97,16 +97,12 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
         raise SharedUserError(
             f"{path}: zero_optimization.stage is {stage}; this project uses 1 or 2, the draft is small"
         )
-    for key in ("offload_optimizer", "offload_param"):
-        if (zero.get(key) or {}).get("device", "none") != "none":
-            raise SharedUserError(
-                f"{path}: zero_optimization.{key}: is not used here: the draft is small, and ZeRO divides its states "
-                "among the ranks; remove it"
-            )
     if config["optimizer"].setdefault("type", "AdamW") != "AdamW":
         raise SharedUserError(f"{path}: optimizer.type is {config['optimizer']['type']!r}; use AdamW")
-    for key in ("scheduler", "fp16", "sequence_parallel_size"):
-        if config.get(key) and config[key] != {"enabled": False}:
+    unused = {key: config.get(key) for key in ("scheduler", "fp16", "sequence_parallel_size")}
+    unused |= {f"zero_optimization.{key}": zero.get(key) for key in ("offload_optimizer", "offload_param")}
+    for key, value in unused.items():
+        if value and value not in ({"enabled": False}, {"device": "none"}):
             raise SharedUserError(f"{path}: {key} is not used here; remove it: the recipe's training section decides")
 
 
