@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cuda_operators import ByDefinition
+from definition import small_config
 from planted_kernels import ATTENTION_FAULTS, DEMAND, LOSS_FAULTS, OWN_FAULTS, POINTWISE_FAULTS, slow
 from processes import kept
 from tiny_run import run_script
@@ -14,13 +15,11 @@ from tiny_run import run_script
 from eagle3.attention import block
 from eagle3.attention.block import PLAIN_OWN, block_candidates
 from eagle3.attention.fused_own import FUSED_OWN
-from eagle3.draft.config import DraftConfig
 from eagle3.draft.fused_pointwise import FUSED_POINTWISE
 from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.draft.rope import Rotation
 from eagle3.errors import UserError
 from eagle3.kernels import choice
-from eagle3.kernels.blocks import prove_blocks
 from eagle3.kernels.choice import (
     LOSS,
     OTHERS,
@@ -44,44 +43,35 @@ IN_TRITON = (torch.float32, torch.bfloat16, torch.float16)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
-def blocks(kind, *kernels, demand=DEMAND, timed=False) -> list[KernelVerdict]:
-    return prove_blocks(kind, kernels, demand, CPU, timed)
+def named(value) -> str:
+    return getattr(value, "name", str(value))
+
+
+def proved(topology, of, *kernels, **changes) -> list[KernelVerdict]:
+    """The verdicts on kernels for a kind of block, for own keys, position-wise work or the loss."""
+    return Candidates({of: kernels}).prove(replace(DEMAND, **changes), topology.alone, CPU, timed=False)[of]
 
 
 @every_dtype
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_cpus_kernel_and_plain_products_are_right(kind, dtype):
-    for verdict in blocks(kind, block.CPU, block.PLAIN, demand=replace(DEMAND, dtype=dtype)):
+@pytest.mark.parametrize(
+    ("of", "kernels"),
+    [
+        *((kind, [block.CPU, block.PLAIN]) for kind in KINDS),
+        *((OWN, [PLAIN_OWN]), (POINTWISE, [PLAIN_POINTWISE]), (LOSS, [PLAIN])),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_cpus_kernel_and_plain_ones_are_right(topology, of, kernels, dtype):
+    for verdict in proved(topology, of, *kernels, dtype=dtype):
         assert verdict.right and 0 < verdict.error <= 1, verdict
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "banded", "windowed"])
-def test_the_calls_of_cudas_kernels_are_right_where_the_operators_are_what_they_say(kind):
+def test_the_calls_of_cudas_kernels_are_right_where_the_operators_are_what_they_say(topology, kind):
     kernels = block_candidates(torch.device("cuda"), torch.bfloat16, 16)[kind]
     with ByDefinition():
-        verdicts = blocks(kind, *kernels)
+        verdicts = proved(topology, kind, *kernels)
     assert verdicts and all(verdict.right for verdict in verdicts), verdicts
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("fault", "reason"), ATTENTION_FAULTS, ids=lambda value: getattr(value, "name", ""))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_wrong_attention_kernel_is_found_out_and_said_what_of(kind, fault, reason, dtype):
-    (verdict,) = blocks(kind, fault, demand=replace(DEMAND, dtype=dtype))
-    assert not verdict.right and reason in verdict.reason and verdict.error > 1
-
-
-def proved(of, kernel, topology, **changes) -> KernelVerdict:
-    """The verdict on a kernel of the loss, of own keys or of position-wise work."""
-    (verdict,) = Candidates({of: [kernel]}).prove(replace(DEMAND, **changes), topology.alone, CPU, timed=False)[of]
-    return verdict
-
-
-@every_dtype
-@pytest.mark.parametrize(("of", "kernel"), [(LOSS, PLAIN), (OWN, PLAIN_OWN), (POINTWISE, PLAIN_POINTWISE)])
-def test_the_plain_kernels_of_the_rest_are_right(topology, of, kernel, dtype):
-    verdict = proved(of, kernel, topology, dtype=dtype)
-    assert verdict.right and 0 < verdict.error <= 1, verdict
 
 
 interpreted = pytest.mark.skipif(
@@ -101,9 +91,9 @@ TRITON = [
 
 
 @interpreted
-@pytest.mark.parametrize(("of", "kernel", "changes"), TRITON, ids=lambda value: getattr(value, "name", str(value)))
+@pytest.mark.parametrize(("of", "kernel", "changes"), TRITON, ids=named)
 def test_the_triton_kernels_are_right(topology, of, kernel, changes):
-    verdict = proved(of, kernel, topology, **changes)
+    (verdict,) = proved(topology, of, kernel, **changes)
     assert verdict.right and 0 < verdict.error <= 1, verdict
 
 
@@ -124,16 +114,18 @@ def test_the_triton_kernel_cuts_and_rotates_whichever_parts_there_are(heads):
 
 
 FAULTS = [
-    (of, *fault)
-    for of, faults in ((POINTWISE, POINTWISE_FAULTS), (OWN, OWN_FAULTS), (LOSS, LOSS_FAULTS))
-    for fault in faults
+    *((torch.float32, of, *fault) for of in KINDS for fault in ATTENTION_FAULTS),
+    *((torch.bfloat16, of, *fault) for of in KINDS for fault in ATTENTION_FAULTS),
+    *((torch.float32, POINTWISE, *fault) for fault in POINTWISE_FAULTS),
+    *((torch.float32, OWN, *fault) for fault in OWN_FAULTS),
+    *((torch.float32, LOSS, *fault) for fault in LOSS_FAULTS),
 ]
 
 
-@pytest.mark.parametrize(("of", "fault", "reason"), FAULTS, ids=lambda value: getattr(value, "name", ""))
-def test_a_wrong_kernel_of_the_rest_is_found_out_and_said_what_of(topology, of, fault, reason):
-    verdict = proved(of, fault, topology)
-    assert not verdict.right and reason in verdict.reason
+@pytest.mark.parametrize(("dtype", "of", "fault", "reason"), FAULTS, ids=named)
+def test_a_wrong_kernel_is_found_out_and_said_what_of(topology, dtype, of, fault, reason):
+    (verdict,) = proved(topology, of, fault, dtype=dtype)
+    assert not verdict.right and reason in verdict.reason and verdict.error > 1
 
 
 def candidates(*attention, others=(PLAIN_OWN, PLAIN_POINTWISE, PLAIN)) -> Candidates:
@@ -234,10 +226,7 @@ def test_a_pinned_kernel_computes_what_it_can_and_the_usual_ones_the_rest():
     ("tensor", "ulysses", "heads", "kv_heads"), [(1, 1, 8, 2), (2, 1, 4, 1), (1, 4, 2, 1), (2, 4, 1, 1)]
 )
 def test_a_demand_is_of_one_ranks_heads(tensor, ulysses, heads, kv_heads):
-    shape = DraftConfig(
-        hidden_size=64, target_hidden_size=64, intermediate_size=96, num_attention_heads=8, num_key_value_heads=2,
-        head_dim=8, vocab_size=100, draft_vocab_size=40, max_position_embeddings=64, window=9,
-    )  # fmt: skip
+    shape = small_config(num_attention_heads=8, draft_vocab_size=40, window=9)
     demand = KernelDemand.of(shape, tensor, ulysses, torch.bfloat16, steps=5)
     assert (demand.heads, demand.kv_heads, demand.columns, demand.window) == (heads, kv_heads, 40 // tensor, 9)
     assert demand.own_heads == (8 // tensor, 2 // tensor)
