@@ -127,9 +127,7 @@ def _capture_here(
     batches = [batch for batch in alone.of(prefill_batches(samples, most)) if not missing.isdisjoint(batch)]
     long = together.of(sample_id for sample_id, one in samples.items() if one.tokens > most)
     # A rank may see a sample in the store that another rank, looking a moment earlier, did not.
-    message = [[sample_id for sample_id in long if sample_id in missing]]
-    dist.broadcast_object_list(message, group=sequence, group_src=0)
-    (long,) = message
+    long = gathered([sample_id for sample_id in long if sample_id in missing], sequence)[0]
     if long:
         require_one_rank(job.known.target, job.known.config, sequence.size())
     if not batches and not long:

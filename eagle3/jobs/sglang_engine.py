@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -23,7 +22,7 @@ from eagle3.console import Say, waiting
 from eagle3.durable import write_bytes, writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.jobs.job import Job, KnownTarget, start_target
-from eagle3.parallel.topology import Topology, agreed
+from eagle3.parallel.topology import Topology, agreed, gathered
 from eagle3.states.loader import SampleReading, SpooledSource
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
 from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, own_folder, spool_bytes
@@ -108,8 +107,7 @@ class SGLangEngine:
         most, asks = self._room(topology.data.size()), topology.stream.rank() == 0
         with ExitStack() as stack:
             spool = agreed(lambda: stack.enter_context(Spool(self.settings.spool, self.say, most)), asks)
-            message = [spool.job if asks else None]
-            dist.broadcast_object_list(message, group=topology.stream, group_src=0)
+            name = gathered(spool.job if asks else None, topology.stream)[0]
             ask = servers = None
             if asks:
                 servers = Servers(self.urls, spool.path, self.job.recipe.target.in_flight, self.say)
@@ -122,9 +120,9 @@ class SGLangEngine:
                     ids, wanted = reading.sample.ids, WantedRows(reading.supervised, kept.window, kept.ttt_steps)
                     producer.ask(ticket, ids, wanted, spool_bytes(self.encoding, wanted))
 
-            folder = Path(self.settings.spool) / message[0]
+            folder = Path(self.settings.spool) / name
             reader = SpoolReader(folder, topology.stream.rank(), self.known.config.vocab_size)
-            source = SpooledSource(reader, message[0], ask)
+            source = SpooledSource(reader, name, ask)
             agreed(lambda: _check_head(source, head, topology))
             yield source
             agreed(lambda: servers.compare_all(), asks)

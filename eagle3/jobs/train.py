@@ -136,9 +136,7 @@ def _enter(recipe: Recipe, run: _Run, resume: Resume) -> None:
         continues = folder.check(recipe, resume)  # checked again, because another run may have ended in the meantime
         return continues, folder.identify(continues)
 
-    message = [run.on_first(claim)]
-    dist.broadcast_object_list(message)
-    run.continues, run.identity = message[0]
+    run.continues, run.identity = gathered(run.on_first(claim))[0]
     require_sound_start(recipe, run.deepspeed_file)
 
 
