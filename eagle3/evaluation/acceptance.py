@@ -72,7 +72,6 @@ class Sampled:
 
     def verify(self, proposal: DrawnTokens, logits: Tensor) -> Verification:
         count, q = len(proposal.tokens), proposal.probabilities
-        assert q is not None, "a sampled chain brings the probabilities that it was drawn from"
         p = self.probabilities(logits)
         index = proposal.tokens[:, None]
         threshold = torch.rand(count, dtype=p.dtype, device=p.device, generator=self.generator)

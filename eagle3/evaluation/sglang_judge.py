@@ -63,7 +63,7 @@ class DraftTree(NamedTuple):
         tokens: see the field; default: as many as a chain has, or topk per step
         """
         nodes = topk + (steps - 1) * topk**2  # later steps open topk branches at each of the topk best nodes
-        tokens = (steps * topk if topk > 1 else steps) + 1 if tokens is None else tokens
+        tokens = steps * topk + 1 if tokens is None else tokens
         if topk == 1 and tokens != steps + 1:
             raise UserError(
                 f"--tree-tokens {tokens}: a chain of evaluation.draft_tokens={steps} has {steps + 1}; leave it out, "

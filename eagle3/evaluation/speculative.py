@@ -216,7 +216,6 @@ def decode_conversations(
     report: gets progress lines that begin with `task`
     """
     draft_tokens, new_tokens = decoding.draft_tokens, decoding.new_tokens
-    assert draft_tokens and new_tokens > 1 and prompts and all(map(len, prompts)), "the recipe and prompts.py see to it"
     rule, plain_rule = (decoding.rule(target.device) for _ in range(2))
     progress = Progress(report, task, len(prompts), "conversations")
     decoded: list[DecodedConversation] = []

@@ -67,8 +67,8 @@ def card_text(run: RunRecord) -> str:
 def _serving(run: RunRecord, target: str) -> dict[str, Any]:
     draft = run.draft
     # Of the judgement with the window that the draft is served with.
-    known = [judged.estimate for judged in run.windows if judged.estimate and not judged.other_window]
-    tiers = known[0].tiers if known else []
+    estimate = next((judged.estimate for judged in run.windows if judged.estimate and not judged.other_window), None)
+    tiers = estimate.tiers if estimate else []
     pays, refusal = any(tier.pays for tier in tiers), why_not_served(DraftConfig.from_json(draft, "config.json"))
     drafts = schedule(tiers) if pays else {1: tiers[0].drafts if tiers else run.key("evaluation.draft_tokens") or 4}
     window, context = draft.get("sliding_window"), draft["max_position_embeddings"]
@@ -83,7 +83,7 @@ def _serving(run: RunRecord, target: str) -> dict[str, Any]:
         "adaptive": file and not refusal and Markdown(f"`{ADAPTIVE}` holds `{file}`."),
         "window": f"{window:,}" if window else None,
         "context": f"{context:,}",
-        "policy": known and Markdown(Table("", *tier_table(tiers)).markdown()),
-        "estimate": known and known[0].source,
+        "policy": estimate and Markdown(Table("", *tier_table(tiers)).markdown()),
+        "estimate": estimate and estimate.source,
         "pays": pays,
     }

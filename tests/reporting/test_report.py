@@ -97,6 +97,13 @@ def test_the_page_has_the_runs_numbers_and_every_chart_in_it_and_as_a_file(run):
     page = Page(run.report.read_text(encoding="utf-8"))
     for number in ("2.77", "2.80", "800k", "320k supervised", "98.70%", "untrained 1.00", "10,100", "TTT", "8,192"):
         assert number in page.text or any(number in chart["alt"] for chart in page.all("img")), number
+    for definition in (
+        "each weighted 0.8 times the one before, summed",
+        "Each TTT step's own loss, without a weight",
+        "Tokens produced per pass of the target, if the held-out answers were decoded greedily",
+        "Probability that sampling at temperature 1 accepts the draft of each TTT step",
+    ):
+        assert definition in page.text
     assert {path.stem for path in run.charts.glob("*.png")} == CHARTS and len(page.all("img")) == len(CHARTS)
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in run.charts.glob("*.png"))
     for chart in page.all("img"):
@@ -113,17 +120,6 @@ def test_a_curve_goes_through_the_runs_numbers(run):
     assert curve.get_xdata().tolist() == [record["step"] for record in records]
     assert curve.get_ydata().tolist() == [record["gradient_norm"] for record in records]
     assert axes.get_yscale() == "log" and axes.get_ylabel() == "norm"
-
-
-def test_every_chart_of_training_says_what_its_number_is(run):
-    page = render(run)
-    for text in (
-        "each weighted 0.8 times the one before, summed",
-        "Each TTT step's own loss, without a weight",
-        "Tokens produced per pass of the target, if the held-out answers were decoded greedily",
-        "Probability that sampling at temperature 1 accepts the draft of each TTT step",
-    ):
-        assert text in page.text, text
 
 
 def test_the_key_numbers_are_there_to_be_pasted(run):
@@ -178,10 +174,12 @@ def test_text_from_data_is_escaped_wherever_it_stands(run):
     assert page.text.count(HOSTILE) >= 2 + 2 + 1 + 1 + 1
 
 
-def test_accepted_rejected_and_own_tokens_are_told_apart(run):
+def test_accepted_rejected_and_own_tokens_are_told_apart_after_a_prompt_that_stands_there_once(run):
+    """What a prompt's summary shows of it is hidden while the whole is shown."""
     text = html.unescape(render(run) and run.report.read_text(encoding="utf-8"))
     answer = "<b>A</b><ins> red</ins><ins> square</ins><ins> on</ins><del>↵</del><b> grey</b>"
-    assert text.count(answer) == 2  # both examples
+    assert text.count(answer) == text.count('<span class="opening">') == text.count('<pre class="tokens">') == 2
+    assert "details[open] > summary .opening { display: none }" in text
 
 
 @pytest.mark.parametrize("name", ["recipe", "metrics", "run", "evaluation", "by_context", "config", "all but recipe"])
@@ -231,6 +229,9 @@ def test_numbers_of_a_run_gone_wrong_are_drawn_too(run, loss):
 
 
 def test_the_draft_is_described_by_the_step_that_was_exported_not_by_the_best(run):
+    record = read_run(run.path)
+    assert record.exported["step"] == STEPS, "the best, if none was exported"
+    assert estimated_curve(record).lengths.tolist() == pytest.approx([2.8, 2.75, 2.7, 2.7, np.nan], nan_ok=True)
     rewrite(run, *({"step": step, "kind": "exported"} for step in (400, 200)))  # of two, the later one lies there
     assert read_run(run.path).exported["step"] == 200
     assert "at step 200" in render(run).text
@@ -349,12 +350,6 @@ def test_without_matplotlib_the_launcher_says_how_to_install_it(refused, run, mo
     assert 'pip install -e ".[report]"' in refused("report.py", run.path)
 
 
-def test_held_out_acceptance_is_that_of_the_exported_draft(run):
-    record = read_run(run.path)
-    assert record.exported["step"] == STEPS
-    assert estimated_curve(record).lengths.tolist() == pytest.approx([2.8, 2.75, 2.7, 2.7, np.nan], nan_ok=True)
-
-
 def test_long_curves_are_drawn_by_the_means_of_equal_runs():
     steps = np.arange(1, 2 * MOST_POINTS + 1, dtype=float)
     values = np.stack((steps, np.where(steps % 2 == 0, np.nan, 7.0)), axis=1)
@@ -364,7 +359,9 @@ def test_long_curves_are_drawn_by_the_means_of_equal_runs():
     assert (means[:, 0] == few).all() and (means[:, 1] == 7).all()
 
 
-def test_nothing_looks_wrong_in_a_good_run(run):
+def test_nothing_looks_wrong_in_a_good_run_nor_in_a_fall_that_chance_explains(run):
+    assert advise(read_run(run.path)) == []
+    write_json(run.by_context, by_context([2.9, 2.8, 2.5, 2.4, 2.2], half=0.4))
     assert advise(read_run(run.path)) == []
 
 
@@ -455,14 +452,6 @@ def test_nobody_is_told_to_do_what_is_done_or_what_no_key_does(run):
     assert "supervise every turn" in advice.change and "data.supervise" in advice.keys
 
 
-def test_a_prompt_stands_on_the_page_once_whether_it_is_open_or_not(run):
-    """What its summary shows of it is hidden while the whole is shown."""
-    render(run)
-    page = run.report.read_text(encoding="utf-8")
-    assert page.count('<span class="opening">') == page.count('<pre class="tokens">') > 0
-    assert "details[open] > summary .opening { display: none }" in page
-
-
 def test_what_was_left_out_is_answered_by_its_reasons_alone(run):
     remedies = {
         "malformed": ("Malformed rows", {"data.malformed"}),
@@ -486,11 +475,6 @@ def test_the_section_on_data_says_what_was_left_out_and_what_an_epoch_has_of_eac
     page = render(run).text
     assert "4,711" in page and "Dropped (training): 310 for malformed row (unknown role)." in page
     assert "What an epoch has of each source" in page and "5,00012,500770,00098,765" in re.sub(r"\s", "", page)
-
-
-def test_a_fall_that_chance_explains_is_no_advice(run):
-    write_json(run.by_context, by_context([2.9, 2.8, 2.5, 2.4, 2.2], half=0.4))
-    assert advise(read_run(run.path)) == []
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed here")
