@@ -127,20 +127,25 @@ def test_a_server_that_captures_otherwise_is_refused_with_the_command_that_start
 def test_all_that_makes_a_server_compute_something_else_is_named(targets, llama, tmp_path):
     model, settings = targets("llama"), llama[1]
     flags = ["--load-format", "dummy", "--kv-cache-dtype", "bfloat16", "--revision", "abc", "--weight-version", "2"]
-    flags += ["--json-model-override-args", '{"rope_theta": 5.0}', *capture_flags(AUX_LAYERS, settings._asdict())]
+    flags += ["--json-model-override-args", '{"rope_theta": 5.0}', "--enable-mixed-chunk", "--context-length", "64"]
+    flags += capture_flags(AUX_LAYERS, settings._asdict())
     with cpu_environment(), SGLangServer(options(model, dtype="bfloat16"), flags) as server:
-        with pytest.raises(UserError) as refusal:
+        with pytest.raises(UserError, match="--context-length 64, too short for a sample of 200 tokens"):
+            require_capture(server.url, settings._asdict(), AUX_LAYERS, dtype="float32", longest=200)
+        with pytest.raises(UserError, match="--print-server") as refusal:
             require_capture(server.url, settings._asdict(), AUX_LAYERS, dtype="float32")
         info, about = (ask(server.url, *route) for route in (("/server_info", ServerInfo), ("/model_info", ModelInfo)))
-    for named in (
+    differences = (
         "dtype of the target 'bfloat16' (here: 'float32')",
         "revision 'abc' (here: None)",
         "kv_cache_dtype 'bfloat16' (here: 'auto')",
         "load_format 'dummy' (here: 'auto')",
         """json_model_override_args '{"rope_theta": 5.0}' (here: {})""",
         "weight_version (its weights were replaced) '2' (here: 'default')",
-    ):
-        assert named in str(refusal.value)
+        "enable_mixed_chunk True (here: False)",
+    )
+    assert all(named in str(refusal.value) for named in differences), refusal.value
+    assert str(refusal.value).count("(here: ") == len(differences), "nothing else differs"
     for name, value in (("quantization", "fp8"), ("lora_paths", ["a"]), ("enable_lora", True)):  # not on a CPU
         asked = [*info.launch_command, f"--{name.replace('_', '-')}"]
         assert name in other_numbers(info.model_copy(update={name: value, "launch_command": asked}), about)
