@@ -7,11 +7,10 @@ from typing import Any, get_args
 import pytest
 import yaml
 from places import RECIPES
-from pydantic import BaseModel
 
 from eagle3.errors import UserError
 from eagle3.preflight.inputs import OUTPUTS, files_of
-from eagle3.recipe.loading import dump_recipe, load_recipe
+from eagle3.recipe.loading import dump_recipe, leaves, load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.recipe.section import Named, Section
 
@@ -26,13 +25,6 @@ def read(folder, **sections):
     return load_recipe(path)
 
 
-def every_field(section: type[BaseModel], prefix=""):
-    for name, field in section.model_fields.items():
-        yield prefix + name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from every_field(field.annotation, f"{prefix}{name}.")
-
-
 def test_three_keys_are_a_recipe_and_a_dumped_recipe_is_the_same_recipe(tmp_path):
     recipe = read(tmp_path)
     dumped = tmp_path / "dumped.yaml"
@@ -43,11 +35,12 @@ def test_three_keys_are_a_recipe_and_a_dumped_recipe_is_the_same_recipe(tmp_path
 
 def test_a_dumped_recipe_writes_out_every_default(tmp_path):
     written = yaml.safe_load(dump_recipe(read(tmp_path)))
-    for key in every_field(Recipe):
-        section = written
-        for part in key.split("."):
-            assert part in section, key
-            section = section[part]
+    said = [f"{key}." for key, _ in leaves(written)]
+    unsaid = {key for key, _ in keys_of(Recipe) if not any(each.startswith(f"{key}.") for each in said)}
+    assert unsaid == {
+        *("data.train.path", "data.train.weight", "data.train.samples", "data.spans.length", "data.spans.per_document"),
+        *("training.profile.start", "training.profile.steps"),
+    }
     assert written["training"]["betas"] == [0.9, 0.95] and written["data"]["cache_dir"] == "~/.cache/eagle3"
 
 
@@ -115,36 +108,9 @@ def test_a_learning_rate_is_a_number_however_it_is_written(tmp_path, spelling):
     assert load_recipe(path).training.learning_rate == 1e-4
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "training.ttt_steps=true",
-        "training.learning_rate=yes",  # YAML 1.1 for true
-        "training.max_steps=true",
-        "training.gradient_clipping=false",
-        "model.draft.hidden_size=true",
-        "data.held_out_fraction=false",
-        "data.max_length=on",
-        "training.betas=[false, 0.9]",
-        "model.aux_layers=[false, 1, 2]",
-    ],
-)
-def test_true_and_false_are_not_numbers(tmp_path, override):
-    read(tmp_path)
-    name = override.partition("=")[0].rpartition(".")[2]
-    with pytest.raises(UserError, match=name):
-        load_recipe(tmp_path / "recipe.yaml", [override])
-
-
 def test_true_and_false_are_taken_where_they_belong(tmp_path):
     recipe = read(tmp_path, model={"draft": {"fc_norm": True}}, tracking={"tensorboard": False})
     assert recipe.model.draft.fc_norm and not recipe.tracking.tensorboard
-
-
-@pytest.mark.parametrize("layers", [[3, 1, 2], [1, 1, 2], [], [*range(9)], [-1, 1, 2], [1, 2.5, 3]])
-def test_aux_layers_are_up_to_eight_different_ones_low_to_high(tmp_path, layers):
-    with pytest.raises(UserError, match="aux_layers"):
-        read(tmp_path, model={"aux_layers": layers})
 
 
 @pytest.mark.parametrize("layers", [[4], [1, 2], [1, 2, 3, 4], [*range(8)]])
@@ -152,32 +118,41 @@ def test_a_draft_may_read_one_to_eight_layers(tmp_path, layers):
     assert read(tmp_path, model={"aux_layers": layers}).model.aux_layers == layers
 
 
+TRAINING = (
+    *("ttt_steps=0", "step_decay=0", "step_decay=1.1", "learning_rate=0", "learning_rate=.nan", "learning_rate=.inf"),
+    *(
+        "weight_decay=.nan",
+        "gradient_clipping=.inf",
+        "betas=[0.9, 1.0]",
+        "betas=[0.9]",
+        "warmup_fraction=1",
+        "loss=mse",
+    ),
+)
+# Of true and false, YAML has many spellings.
+BOOLEANS = (
+    *("training.ttt_steps=true", "training.learning_rate=yes", "training.max_steps=true", "data.max_length=on"),
+    *("training.gradient_clipping=false", "model.draft.hidden_size=true", "data.held_out_fraction=false"),
+    *("training.betas=[false, 0.9]", "model.aux_layers=[false, 1, 2]"),
+)
+LAYERS = ([3, 1, 2], [1, 1, 2], [], [*range(9)], [-1, 1, 2], [1, 2.5, 3])
+
+
 @pytest.mark.parametrize(
-    ("section", "key", "value"),
+    "override",
     [
-        ("training", "ttt_steps", 0),
-        ("training", "step_decay", 0),
-        ("training", "step_decay", 1.1),
-        ("training", "learning_rate", 0),
-        ("training", "learning_rate", ".nan"),
-        ("training", "learning_rate", ".inf"),
-        ("training", "weight_decay", ".nan"),
-        ("training", "gradient_clipping", ".inf"),
-        ("training", "betas", [0.9, 1.0]),
-        ("training", "betas", [0.9]),
-        ("training", "warmup_fraction", 1),
-        ("training", "loss", "mse"),
-        ("data", "held_out_fraction", 1),
-        ("data", "train", []),
-        ("data", "max_length", 1),
-        ("model", "target_dtype", "int8"),
-        ("evaluation", "new_tokens", 1),
+        *(f"training.{each}" for each in TRAINING),
+        *BOOLEANS,
+        *(f"model.aux_layers={each}" for each in LAYERS),
+        *("data.held_out_fraction=1", "data.train=[]", "data.max_length=1"),
+        *("model.target_dtype=int8", "evaluation.new_tokens=1"),
     ],
 )
-def test_values_out_of_range_are_refused_with_their_key(tmp_path, section, key, value):
+def test_a_value_that_its_key_cannot_have_is_refused_with_the_key(tmp_path, override):
     read(tmp_path)
-    with pytest.raises(UserError, match=rf"command line: .*: {section}\.{key}.*; "):
-        load_recipe(tmp_path / "recipe.yaml", [f"{section}.{key}={value}"])
+    section, _, name = override.partition("=")[0].rpartition(".")
+    with pytest.raises(UserError, match=rf"command line: .*: {section}\W.*{name}.*; "):
+        load_recipe(tmp_path / "recipe.yaml", [override])
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:30000", "http://host:30000/v1", "host", ""])
@@ -187,24 +162,16 @@ def test_a_server_that_is_no_url_of_a_root_is_refused_with_the_form(tmp_path, ur
 
 
 def test_a_servers_url_may_end_with_a_slash(tmp_path):
-    assert read(tmp_path, target={"backend": "sglang", "servers": ["http://host:30000/"]}).target.servers == [
-        "http://host:30000"
-    ]
+    recipe = read(tmp_path, target={"backend": "sglang", "servers": ["http://host:30000/"]})
+    assert recipe.target.servers == ["http://host:30000"]
 
 
 @pytest.mark.parametrize(
     ("rope", "message"),
     [
         ({"type": "linear", "factor": 4}, "write rope_type"),
-        (
-            {"rope_type": "default", "facter": 8},
-            "'facter' is not a key of rope_type default, which takes rope_type, rope_theta;",
-        ),
-        ({"factor": 8}, "'factor' is not a key of rope_type default"),
-        (
-            {"rope_type": "linear", "factor": 2, "beta_fast": 32},
-            "'beta_fast' is not a key of rope_type linear.*factor;",
-        ),
+        ({"factor": 8}, "'factor' is not a key of rope_type default, which takes rope_type, rope_theta;"),
+        ({"rope_type": "linear", "factor": 2, "beta_fast": 32}, "'beta_fast' is not a key of .* linear.*factor;"),
         ({"rope_type": "longrope"}, "'longrope' is not supported; use one of default, linear, llama3, yarn;"),
         ({"rope_type": ["yarn"]}, "is not supported"),
         ({"full_attention": {"rope_theta": 1e6}}, "'full_attention' is not a key"),
@@ -213,7 +180,7 @@ def test_a_servers_url_may_end_with_a_slash(tmp_path):
 )
 def test_a_rope_key_that_would_change_nothing_is_refused_with_those_that_do(tmp_path, rope, message):
     with pytest.raises(UserError, match=f"model.draft.rope_parameters: .*{message}"):
-        read(tmp_path, model={"target": "some/model", "draft": {"rope_parameters": rope}})
+        read(tmp_path, model={"draft": {"rope_parameters": rope}})
 
 
 @pytest.mark.parametrize(
@@ -227,7 +194,7 @@ def test_a_rope_key_that_would_change_nothing_is_refused_with_those_that_do(tmp_
     ids=str,
 )
 def test_a_rope_with_the_keys_of_its_type_is_taken_as_it_is(tmp_path, rope):
-    recipe = read(tmp_path, model={"target": "some/model", "draft": {"rope_parameters": rope}})
+    recipe = read(tmp_path, model={"draft": {"rope_parameters": rope}})
     assert recipe.model.draft.rope_parameters == rope
 
 
