@@ -26,12 +26,8 @@ class ByHand:
 
 def test_a_cell_is_its_tokens_over_what_they_cost_relative_to_plain_decoding():
     cells = surface(ByHand(), SHARES, (1, 4))
-    assert [(cell.context, cell.batch, cell.drafts) for cell in cells[:4]] == [
-        (1000, 1, 1),
-        (1000, 1, 2),
-        (1000, 1, 3),
-        (1000, 4, 1),
-    ]
+    places = [(cell.context, cell.batch, cell.drafts) for cell in cells[:4]]
+    assert places == [(1000, 1, 1), (1000, 1, 2), (1000, 1, 3), (1000, 4, 1)]
     assert [cell.length for cell in cells[:3]] == pytest.approx([1.8, 2.3, 2.4])
     assert [cell.break_even for cell in cells[:4]] == pytest.approx([1.2, 1.4, 1.6, 1.5])
     assert [cell.speed_up for cell in cells[:4]] == pytest.approx([1.8 / 1.2, 2.3 / 1.4, 2.4 / 1.6, 1.8 / 1.5])

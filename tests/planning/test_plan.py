@@ -14,7 +14,7 @@ from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.planning.fitting import PlannedStream, best_layout, layouts, longest_context
 from eagle3.planning.memory import engine_bytes, rank_bytes
-from eagle3.planning.step import Planned, Sizes, Weights, sent_bytes, step_flops
+from eagle3.planning.step import Planned, RankShare, Sizes, Weights, sent_bytes, step_flops
 
 DRAFT = draft_config(heads=8, kv_heads=4, head_dim=16)
 
@@ -69,16 +69,11 @@ def test_the_best_layout_of_packed_streams_fits_when_it_is_applied(plan, recipe)
 
 @pytest.mark.parametrize(
     ("chosen", "logit_bytes"),
-    [
-        (["hidden_states.mode=stored"], 2),
-        (["hidden_states.mode=live", "target.backend=sglang"], 2),
-        (["hidden_states.mode=live"], 4),
-    ],
-    ids=["stored", "sglang", "live"],
+    [("hidden_states.mode=stored", 2), ("target.backend=sglang", 2), ("hidden_states.mode=live", 4)],
 )
 def test_a_teacher_of_logits_is_planned_for(chosen, logit_bytes, plan, recipe, tmp_path):
-    chosen = [*chosen, f"hidden_states.path={tmp_path}", f"target.spool={tmp_path}", "training.dtype=float32"]
-    chosen += ["hidden_states.codec=none", "hidden_states.dtype=bfloat16"]
+    chosen = ["hidden_states.mode=live", chosen, f"hidden_states.path={tmp_path}", f"target.spool={tmp_path}"]
+    chosen += ["hidden_states.codec=none", "hidden_states.dtype=bfloat16", "training.dtype=float32"]
     arguments = ["--recipe", recipe, "--gpus", 1, "--context", 1000, "--supervised", 0.5, "--json", *chosen]
     hidden, logits = (json.loads(plan(*arguments, f"target.teacher={kind}")[1]) for kind in ("hidden", "logits"))
     draft = hidden["draft"]
@@ -147,6 +142,12 @@ def test_the_best_layout_fits_and_takes_no_more_gpus_a_stream_than_it_must():
     assert {each.sizes.ranks for each in layouts(planned, 8)} == {8}
 
 
+def shares_of(stream: Stream, sharding: SequenceSharding, window: int | None) -> list[RankShare]:
+    """Every rank's share, as its sequence plan assigns it."""
+    ranks = range(sharding.ulysses * sharding.ring)
+    return [share_of(plan_sequence(stream, 7, sharding, rank, window), stream) for rank in ranks]
+
+
 @pytest.mark.parametrize("ulysses,ring", [(1, 1), (2, 1), (1, 4), (2, 2)])
 @pytest.mark.parametrize("supervised", [1.0, 0.25])
 @pytest.mark.parametrize("window", [None, 512])
@@ -158,9 +159,7 @@ def test_an_expected_share_is_about_what_the_plan_of_such_a_stream_says(ulysses,
     draft = dataclasses.replace(DRAFT, window=window)
     planned = Planned(draft, 7, torch.float32, Sizes(1, ulysses, ring), query_selection=selection)
     expected = PlannedStream(tokens, 1, supervised).share(planned)
-    ranks = range(ulysses * ring)
-    sharding = SequenceSharding(ulysses, ring, query_selection=selection)
-    shares = [share_of(plan_sequence(stream, 7, sharding, rank, window), stream) for rank in ranks]
+    shares = shares_of(stream, SequenceSharding(ulysses, ring, query_selection=selection), window)
     for name in ("keys", "queries", "rows"):
         assert abs(max(getattr(share, name) for share in shares) / getattr(expected, name) - 1) < 0.05, name
     assert abs(sum(share.pairs for share in shares) / expected.pairs - 1) < 0.02
@@ -173,12 +172,9 @@ def test_each_span_of_a_document_costs_a_window_of_keys(ulysses, ring):
     tokens, spans, window = 8192, 4, 256
     mask = torch.arange(tokens) % (tokens // spans) >= tokens // spans * 3 // 4
     stream = Stream.pack([torch.zeros(tokens, dtype=torch.long)], [mask], "reference")
-    draft = dataclasses.replace(DRAFT, window=window)
-    planned = Planned(draft, 7, torch.float32, Sizes(1, ulysses, ring))
+    planned = Planned(dataclasses.replace(DRAFT, window=window), 7, torch.float32, Sizes(1, ulysses, ring))
     expected = PlannedStream(tokens, 1, 0.25, spans).share(planned)
-    sharding = SequenceSharding(ulysses, ring)
-    plans = [plan_sequence(stream, 7, sharding, rank, window) for rank in range(ulysses * ring)]
-    shares = [share_of(plan, stream) for plan in plans]
+    shares = shares_of(stream, SequenceSharding(ulysses, ring), window)
     for name in ("keys", "queries"):
         assert abs(max(getattr(share, name) for share in shares) / getattr(expected, name) - 1) < 0.05, name
     # expected as if a rank's keys and queries were different rows, which is so if the supervised rows come last
