@@ -10,6 +10,7 @@ from layouts import draft_config
 from shares import share_of
 from tiny_run import write_recipe
 
+from eagle3.jobs.plan import overrides
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.planning.fitting import PlannedStream, best_layout, layouts, longest_context
@@ -27,12 +28,6 @@ def recipe(tmp_path_factory, target):
 @pytest.fixture
 def plan(launcher):
     return partial(launcher, "plan.py")
-
-
-def keys_of(layout: dict) -> list[str]:
-    """The overrides that choose a best layout."""
-    keys = [f"parallelism.{name}={layout[name]}" for name in ("tensor", "ulysses", "ring", "ring_mode")]
-    return keys + [f"memory.{name}={layout[name]}" for name in ("recompute", "inputs", "block_mib")]
 
 
 def test_what_fits_is_said_with_every_part_and_exit_code_0(plan, recipe):
@@ -54,7 +49,7 @@ def test_what_does_not_fit_has_exit_code_1_and_the_layout_that_does(plan, recipe
     code, out, _ = plan(*words, "--gpu-memory", needed / 2 / 1e9)
     report = json.loads(out)
     assert code == 1 and not report["fits"] and report["best_layout"]
-    assert plan(*words, "--gpu-memory", needed / 2 / 1e9, *keys_of(report["best_layout"]))[0] == 0
+    assert plan(*words, "--gpu-memory", needed / 2 / 1e9, *overrides(report["best_layout"]).split())[0] == 0
 
 
 def test_the_best_layout_of_packed_streams_fits_when_it_is_applied(plan, recipe):
@@ -63,7 +58,7 @@ def test_the_best_layout_of_packed_streams_fits_when_it_is_applied(plan, recipe)
     words = ["--recipe", recipe, "--gpus", 8, "--json", *size]
     words += ["--gpu-memory", 1.05 * json.loads(plan(*words)[1])["memory"]["all"] / 1e9 / 0.92]
     best = json.loads(plan(*words)[1])["best_layout"]
-    code, out, _ = plan(*words, *keys_of(best))
+    code, out, _ = plan(*words, *overrides(best).split())
     assert code == 0 and json.loads(out)["stream"]["tokens"] == best["tokens"]
 
 

@@ -104,8 +104,7 @@ def test_a_quantised_head_gets_its_targets_own_logits_for_a_teacher(new_recipe, 
 @pytest.mark.parametrize(("family", "size"), [("qwen3-8b", "one GPU"), ("deepseek-v3", "many")])
 @pytest.mark.parametrize("engine", [True, False])
 def test_a_recipe_lets_transformers_run_what_it_can_where_sglang_is_missing(family, size, engine):
-    text = new_recipe_text("owner/model", read_facts(str(FAMILIES / family)), ZERO2, engine=engine)
-    values = yaml.safe_load(text)
+    values = yaml.safe_load(text_for(family, engine=engine))
     by_sglang = engine or size == "many"
     assert values["target"]["backend"] == ("sglang" if by_sglang else "transformers")
     assert values["hidden_states"]["mode"] == ("stored" if by_sglang else "live")
@@ -124,20 +123,21 @@ def test_keys_on_the_command_line_make_a_recipe_where_a_config_tells_too_little(
     assert code == 2 and "did you mean" in err
 
 
-def test_a_target_beyond_one_node_asks_for_servers(new_recipe, tmp_path):
-    assert new_recipe("--target", FAMILIES / "deepseek-v3", "--out", tmp_path / "x.yaml")[0] == 0
-    assert "start SGLang servers over more" in (tmp_path / "x.yaml").read_text(encoding="utf-8").replace("\n# ", " ")
+def text_for(family: str, *overrides: str, **options) -> str:
+    """A new recipe for a target with the family's published config."""
+    return new_recipe_text("owner/model", read_facts(str(FAMILIES / family)), ZERO2, overrides, **options)
 
 
-def test_a_context_of_millions_is_not_the_drafts_unless_asked_for(new_recipe, tmp_path):
-    assert new_recipe("--target", FAMILIES / "llama-4-scout", "--out", tmp_path / "x.yaml")[0] == 0
-    assert load_recipe(tmp_path / "x.yaml").model.draft.max_position_embeddings == 262_144
+def test_a_target_beyond_one_node_asks_for_servers():
+    assert "start SGLang servers over more" in text_for("deepseek-v3").replace("\n# ", " ")
+
+
+def test_a_context_of_millions_is_not_the_drafts_unless_asked_for():
+    assert yaml.safe_load(text_for("llama-4-scout"))["model"]["draft"]["max_position_embeddings"] == 262_144
 
 
 def test_a_chosen_layout_is_kept_and_its_accumulation_fits():
-    overrides = ["data.max_length=131072", "parallelism.ring=4"]
-    text = new_recipe_text("owner/model", read_facts(str(FAMILIES / "llama-3.3-70b")), ZERO2, overrides)
-    values = yaml.safe_load(text)
+    values = yaml.safe_load(text_for("llama-3.3-70b", "data.max_length=131072", "parallelism.ring=4"))
     assert values["parallelism"] == {"ring": 4} and values["training"]["accumulation"] == 32 // 2
 
 

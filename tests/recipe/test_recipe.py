@@ -192,16 +192,10 @@ def test_a_rope_with_the_keys_of_its_type_is_taken_as_it_is(tmp_path, rope):
     assert recipe.model.draft.rope_parameters == rope
 
 
-PATHS = (
-    "model.draft.config",
-    "model.draft.init_from",
-    "model.draft.vocabulary",
-    "data.chat_template",
-    "data.cache_dir",
-)
+DRAFT_FILES = ("model.draft.config", "model.draft.init_from", "model.draft.vocabulary")
 
 
-@pytest.mark.parametrize("key", [*PATHS, "target.spool", "output.dir"])
+@pytest.mark.parametrize("key", [*DRAFT_FILES, "data.chat_template", "data.cache_dir", "target.spool", "output.dir"])
 def test_a_url_in_the_place_of_a_path_is_refused_without_its_password(tmp_path, key):
     read(tmp_path)
     password = "secret" * 12  # longer than the part of a value that a line shows
