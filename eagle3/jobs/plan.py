@@ -14,7 +14,7 @@ from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sizes import check_sizes
 from eagle3.planning.fitting import MOST_TOKENS, RESERVED, PlannedStream, best_layout, longest_context, variants
 from eagle3.planning.memory import host_bytes, rank_bytes
-from eagle3.planning.step import Machine, Planned, Sizes, sent_bytes, step_flops, step_seconds
+from eagle3.planning.step import MACHINE, Planned, Sizes, sent_bytes, step_flops, step_seconds
 from eagle3.recipe.data import Spans
 from eagle3.recipe.schema import Memory, Recipe
 from eagle3.states.capture import token_bytes
@@ -109,7 +109,7 @@ def plan(recipe: Recipe, planned: Planned, memory: float, context: int | None, s
             "executed_flops": flops.executed,
             "sent": sent_bytes(planned, share).total(),
             "seconds": step_seconds(planned, share),
-            "assumed": dataclasses.asdict(Machine()),
+            "assumed": dataclasses.asdict(MACHINE),
         },
         "codec": recipe.hidden_states.codec,
         "hidden_states_per_token": {

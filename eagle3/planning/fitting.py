@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from eagle3.planning.memory import rank_bytes
-from eagle3.planning.step import Machine, Planned, RankShare, Sizes, step_seconds
+from eagle3.planning.step import MACHINE, Planned, RankShare, Sizes, step_seconds
 
 # Share of a GPU's memory taken by the CUDA context, by buffers of NCCL and cuBLAS, and by fragmentation.
 RESERVED = 0.08
@@ -99,13 +99,12 @@ def variants(planned: Planned) -> Iterator[Planned]:
 def layouts(planned: Planned, gpus: int) -> Iterator[Planned]:
     """Every way to spread a stream over some or all of the GPUs, without changing tensor parallelism, with every memory
     setting."""
-    for sequence in _divisors(gpus // planned.sizes.tensor) if gpus % planned.sizes.tensor == 0 else ():
+    tensor = planned.sizes.tensor
+    for sequence in _divisors(gpus // tensor) if gpus % tensor == 0 else ():
         for ulysses in _divisors(sequence):
-            crosses = ulysses * planned.sizes.tensor > Machine().node
-            if crosses or not planned.draft.is_divided_by(planned.sizes.tensor, ulysses):
+            if ulysses * tensor > MACHINE.node or not planned.draft.is_divided_by(tensor, ulysses):
                 continue
-            data = gpus // (planned.sizes.tensor * sequence)
-            sizes = Sizes(planned.sizes.tensor, ulysses, sequence // ulysses, data)
+            sizes = Sizes(tensor, ulysses, sequence // ulysses, gpus // (tensor * sequence))
             for mode in ("gather", "p2p") if sizes.ring > 1 else ("gather",):
                 yield from variants(dataclasses.replace(planned, sizes=sizes, ring_mode=mode))
 

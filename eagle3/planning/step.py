@@ -245,11 +245,14 @@ class Machine:
     node: int = 8  # ranks in a node
 
 
-def step_seconds(planned: Planned, share: RankShare, machine: Machine = Machine()) -> float:
+MACHINE = Machine()
+
+
+def step_seconds(planned: Planned, share: RankShare) -> float:
     """Seconds for one stream's forward and backward pass, without any overlap, and without loading and the
     optimiser."""
-    inside = planned.sizes.tensor * planned.sizes.sequence <= machine.node
+    inside = planned.sizes.tensor * planned.sizes.sequence <= MACHINE.node
     sent = sent_bytes(planned, share)
     ring = sum(number for (kind, _), number in sent.items() if kind.startswith("ring"))
-    computed = step_flops(planned, share).executed / (machine.flops * machine.utilisation)
-    return computed + (sent.total() - ring) / machine.near + ring / (machine.near if inside else machine.far)
+    computed = step_flops(planned, share).executed / (MACHINE.flops * MACHINE.utilisation)
+    return computed + (sent.total() - ring) / MACHINE.near + ring / (MACHINE.near if inside else MACHINE.far)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from eagle3.draft.config import MOST_AUX_LAYERS
 from eagle3.draft.rope_parameters import check_rope_keys
@@ -149,6 +149,12 @@ class HiddenStates(Section):
         return self
 
 
+def _root(url: str) -> str:
+    if not re.fullmatch(r"https?://[^/\s]+/?", url):
+        raise ValueError("is not a server's root: write http://host:port")
+    return url.rstrip("/")
+
+
 class Target(Section):
     """Settings for running the target that `model.target` names, and for what the draft learns from it."""
 
@@ -160,7 +166,7 @@ class Target(Section):
         description="keep the target's last hidden states and apply its lm_head in training, or keep its logits "
         "over the draft vocabulary (for heads that training cannot load: quantised, biased, changed in code)",
     )
-    servers: list[str] = Field(
+    servers: list[Annotated[str, AfterValidator(_root)]] = Field(
         [],
         description="URLs of running SGLang servers that share the work; if empty, capture.py starts its own engine",
     )
@@ -188,14 +194,6 @@ class Target(Section):
                 "target.backend=sglang, or leave servers out"
             )
         return self
-
-    @field_validator("servers")
-    @classmethod
-    def _roots(cls, servers: list[str]) -> list[str]:
-        for url in servers:
-            if not re.fullmatch(r"https?://[^/\s]+/?", url):
-                raise ValueError(f"{url!r} is not a server's root: write http://host:port")
-        return [url.rstrip("/") for url in servers]
 
 
 class Parallelism(Section):
