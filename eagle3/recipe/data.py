@@ -106,16 +106,12 @@ class Data(Section):
         return any(isinstance(source, Source) for source in self.train)
 
     @model_validator(mode="after")
-    def _known_presets(self) -> "Data":
+    def _sources_fit_the_other_keys(self) -> "Data":
         for source in (*self.train_paths, *(self.held_out or [])):
             if source.startswith("preset:"):
                 preset_source(source)
         if self.mixed and self.max_samples is not None:
             raise ValueError("max_samples counts rows of all sources together; with {path, weight}, give samples there")
-        return self
-
-    @model_validator(mode="after")
-    def _pieces_of_a_text_stay_together(self) -> "Data":
         if self.too_long == "split" and not self.held_out and self.held_out_fraction:
             raise ValueError(
                 "too_long is 'split' but held_out names nothing: pieces of one text would be trained on and held out; "

@@ -32,7 +32,7 @@ OTHER_NAMES = {
 }
 
 
-def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a YAML recipe and apply `section.key=value` overrides. Raises UserError with file, key, value and remedy,
     and OSError if the system refuses the file."""
     path = Path(path)
@@ -51,9 +51,9 @@ def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Recipe:
         raise SharedUserError(f"{path}: not valid YAML ({error}); fix the file") from error
     if not isinstance(values, dict):
         raise SharedUserError(f"{path}: holds {type(values).__name__}, not sections; begin with `model:`")
-    for override in overrides or []:
+    for override in overrides:
         apply_override(values, override)
-    return checked_recipe(values, path, overrides or [])
+    return checked_recipe(values, path, overrides)
 
 
 def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = ()) -> Recipe:
