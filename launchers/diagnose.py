@@ -16,7 +16,7 @@ from eagle3.hub import draft_folder, require_folder
 from eagle3.planning.gpus import DEFAULT_GPU, GPUS
 from eagle3.preflight.inputs import require_export, require_inputs, require_prompts_file
 from eagle3.preflight.result_file import require_result_place, write_result
-from eagle3.recipe.loading import apply_override, checked_recipe, load_recipe
+from eagle3.recipe.loading import checked_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 
 
@@ -98,10 +98,7 @@ def recipe_of(options: argparse.Namespace) -> Recipe:
         return load_recipe(options.recipe, options.overrides)
     if options.named:
         return load_recipe(options.recipe, [*options.overrides, f"model.target={json.dumps(options.target)}"])
-    values = {"model": {"target": options.target}}
-    for override in options.overrides:
-        apply_override(values, override)
-    return checked_recipe(values, "--target", options.overrides)
+    return checked_recipe({"model": {"target": options.target}}, "--target", options.overrides)
 
 
 def check(options: argparse.Namespace, recipe: Recipe, draft: str, out: Path) -> None:

@@ -9,7 +9,7 @@ from eagle3.console import Console, tell, waiting
 from eagle3.durable import write_text, writing
 from eagle3.errors import UserError, run_command
 from eagle3.hub import require_folder
-from eagle3.recipe.loading import apply_override, checked_recipe, load_recipe
+from eagle3.recipe.loading import checked_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.targets.sglang.installed import INSTALL, TESTED, is_installed
 from eagle3.training.deepspeed_file import ZERO2
@@ -57,10 +57,7 @@ def write_new(options: argparse.Namespace) -> None:
         from eagle3.targets.sglang.version import EAGLE3_TARGETS
 
     console = Console(speaks=True, quiet=options.quiet)
-    values: dict = {"model": {"target": target}}
-    for override in options.overrides:
-        apply_override(values, override)
-    model = checked_recipe(values, "new recipe", options.overrides).model
+    model = checked_recipe({"model": {"target": target}}, "new recipe", options.overrides).model
     with waiting(console, f"reading {options.target}"):
         facts = read_facts(options.target, model.revision, model.trust_model_code)
         code = None if model.trust_remote_code else tokenizer_code(options.target, model.revision)

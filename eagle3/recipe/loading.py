@@ -51,14 +51,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise SharedUserError(f"{path}: not valid YAML ({error}); fix the file") from error
     if not isinstance(values, dict):
         raise SharedUserError(f"{path}: holds {type(values).__name__}, not sections; begin with `model:`")
-    for override in overrides:
-        apply_override(values, override)
     return checked_recipe(values, path, overrides)
 
 
 def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Make a recipe from its values, to which the overrides were already applied. If the values are invalid, raises
-    UserError naming the override at fault or, if no override is, `origin`."""
+    """Make a recipe from its values, changed by the overrides. If it is invalid, raises UserError naming the override at
+    fault or, if no override is, `origin`."""
+    for override in overrides:
+        apply_override(values, override)
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
