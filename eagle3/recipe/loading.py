@@ -55,8 +55,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def checked_recipe(values: dict, origin: Path | str, overrides: Sequence[str] = ()) -> Recipe:
-    """Make a recipe from its values, changed by the overrides. If it is invalid, raises UserError naming the override at
-    fault or, if no override is, `origin`."""
+    """Make a recipe from its values and the overrides. If it is invalid, raises UserError naming the override at fault
+    or, if no override is, `origin`."""
     for override in overrides:
         apply_override(values, override)
     try:

@@ -84,19 +84,13 @@ def test_logits_for_a_teacher_are_the_models_own_and_its_columns_meet_on_one_ran
     t2d[ids] = True
     vocabulary = DraftVocabulary(d2t=ids - torch.arange(len(ids)), t2d=t2d)
     save_vocabulary(vocabulary, tmp_path / "vocabulary.safetensors")
-    settings = hook_of(
-        tmp_path / "spool",
-        model,
-        draft_vocabulary=str(tmp_path / "vocabulary.safetensors"),
-        vocabulary_digest=vocabulary.digest,
-        vocabulary_size=vocabulary.size,
-    )
+    known = {"vocabulary_digest": vocabulary.digest, "vocabulary_size": vocabulary.size}
+    settings = hook_of(tmp_path / "spool", model, draft_vocabulary=str(tmp_path / "vocabulary.safetensors"), **known)
     expected = load_target(model, aux_layers=AUX_LAYERS, draft_ids=ids).prefill(prompts)
     with capturing_server(model, settings, tensor=2) as server, target_behind([server.url], settings) as target:
         for mine, other in zip(target.prefill(prompts), expected, strict=True):
-            assert (
-                mine.teacher.values.shape == other.teacher.values.shape == (len(other.teacher.argmax), vocabulary.size)
-            )
+            shape = (len(other.teacher.argmax), vocabulary.size)
+            assert mine.teacher.values.shape == other.teacher.values.shape == shape
             errors = largest_errors(mine, other)
             assert errors.pop("argmax") == 0 and max(errors.values()) < ALLOWED, errors
 

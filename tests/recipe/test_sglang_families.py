@@ -161,13 +161,8 @@ def test_the_rotation_at_the_last_of_a_million_positions_is_sglangs_bit_for_bit(
         | {"high_freq_factor": 4.0, **original},
         "yarn": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, **original},
     }
-    sizes = {
-        "hidden_size": 256,
-        "target_hidden_size": 256,
-        "intermediate_size": 32,
-        "vocab_size": 8,
-        "draft_vocab_size": 8,
-    }
+    sizes = {"hidden_size": 256, "target_hidden_size": 256, "intermediate_size": 32}
+    sizes |= {"vocab_size": 8, "draft_vocab_size": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 2**20}
     for name, rope in ropes.items():
         (tmp_path / name).mkdir()
