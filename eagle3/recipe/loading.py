@@ -144,8 +144,6 @@ def _explain(where: Path | str, error: dict, remedy: str) -> str:
         "model_type": f"is a section; write {key}={{key: value}}, or its keys below it, indented, or leave it out",
         "path_type": "is no path; name a file or folder",
     }.get(error["type"], problem)
-    if not key:
-        return f"{where}: {problem:.300}; {remedy}"
     return f"{where}: {key}{'' if isinstance(value, dict) else value_text}: {problem:.300}; {remedy}"
 
 
