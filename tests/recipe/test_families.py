@@ -33,7 +33,6 @@ from eagle3.draft.interchange import read_exported
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
 from eagle3.recipe.schema import Recipe
-from eagle3.states.rows import Rows
 from eagle3.targets.aux_layers import default_aux_layers
 from eagle3.targets.checkpoint import target_config
 from eagle3.targets.head import load_target_head
@@ -122,16 +121,13 @@ def test_the_familys_own_logits_can_be_the_teacher(family):
 
 @every_family
 def test_a_document_in_chunks_has_the_familys_own_hidden_states_or_is_refused(family, topology):
-    def in_chunks() -> list[Rows]:
-        return list(
-            LongPrefill(family.target, topology.ulysses, topology.ring, topology.sequence, 16).chunks(family.ids)
-        )
-
+    groups = (topology.ulysses, topology.ring, topology.sequence)
     if family.recipe in NOT_IN_CHUNKS:
         with pytest.raises(UserError, match=f"has layers of type {NOT_IN_CHUNKS[family.recipe]}.* set hidden_states"):
-            in_chunks()
+            LongPrefill(family.target, *groups, 16)
         return
-    chunks, expected = in_chunks(), family.own_outputs().hidden_states
+    chunks = list(LongPrefill(family.target, *groups, 16).chunks(family.ids))
+    expected = family.own_outputs().hidden_states
     assert len(chunks) == -(-len(family.ids) // 16)
     expected_aux = torch.cat([expected[layer + 1][0] for layer in family.target.aux_layers], dim=-1)
     assert torch.allclose(torch.cat([chunk.aux for chunk in chunks]), expected_aux, rtol=1e-4, atol=1e-4)
@@ -168,7 +164,8 @@ def test_the_recipe_captures_trains_and_exports(family, topology, tmp_path):
 
 def assert_shaped_as(exported: dict[str, Any], family: Family, recipe: Recipe) -> None:
     """Compares an exported config.json with the family's published config, made small, and with the recipe."""
-    own = text_part(tiny_config(family.recipe, family_tokenizer(family.recipe)))
+    own = tiny_config(family.recipe, family_tokenizer(family.recipe))
+    own = own.get("text_config", own)
     assert exported["hidden_size"] == exported["target_hidden_size"] == own["hidden_size"] == SIZES["hidden_size"]
     assert (exported["vocab_size"], exported["draft_vocab_size"]) == (PADDED_VOCABULARY, DRAFT_VOCABULARY)
     layers = default_aux_layers(LAYERS)
@@ -189,7 +186,8 @@ def assert_shaped_as(exported: dict[str, Any], family: Family, recipe: Recipe) -
 def assert_rotates_as(rope: RotaryEmbedding, config: Any, family: Family) -> None:
     """Asserts that the draft rotates as the published config says, and like the family's own module for full attention
     if that has the same width."""
-    published = text_part(published_config(family.recipe))
+    published = published_config(family.recipe)
+    published = published.get("text_config", published)
     scaling = published.get("rope_scaling") or published.get("rope_parameters") or {}
     scaling = scaling.get("full_attention", scaling)
     others = {"type", "mscale", "mscale_all_dim", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
@@ -213,10 +211,6 @@ def assert_rotates_as(rope: RotaryEmbedding, config: Any, family: Family) -> Non
     else:  # rotates a part of each head, or of latent attention's
         partial = {"partial_rotary_factor", "rotary_dim", "qk_rope_head_dim"}
         assert partial & published.keys() or partial & scaling.keys()
-
-
-def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    return config.get("text_config", config)
 
 
 def test_the_families_without_a_class_are_those_that_transformers_lacks():

@@ -40,7 +40,7 @@ DRAFT_SIZES = (
 
 def run_recipe(name: str, target: Path, folder: Path, topology: Topology) -> Recipe:
     """The recipe as it was run. The run is in folder/run, the store in folder/store."""
-    recipe = load_recipe(recipe_file(name, folder), overrides(target, folder))
+    recipe = load_recipe(RECIPES / f"{name}.yaml", overrides(target, folder))
     job = job_of(recipe, topology)
     assert len(job.inputs.train) + len(job.inputs.held_out) == len(conversations())
     samples = wanted_samples((job.inputs.train, job.inputs.held_out))
@@ -49,16 +49,6 @@ def run_recipe(name: str, target: Path, folder: Path, topology: Topology) -> Rec
         fill(job, samples, CapturePart(0, 1), topology, console, watchdog)
     train(recipe, ZERO2, topology)
     return recipe
-
-
-def recipe_file(name: str, folder: Path) -> Path:
-    """The repository's recipe or, for a family without one, the shortest possible recipe."""
-    published = RECIPES / f"{name}.yaml"
-    if published.exists():
-        return published
-    shortest = folder / "recipe.yaml"
-    shortest.write_text("model: {target: ''}\ndata: {train: ['']}\noutput: {dir: ''}\n", encoding="utf-8")
-    return shortest
 
 
 def overrides(target: Path, folder: Path) -> list[str]:
