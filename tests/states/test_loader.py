@@ -9,14 +9,15 @@ import pytest
 import torch
 from loader_worker import CASES, LENGTHS, ONE_TOKEN, PROVENANCE, STEPS, encoded_documents, sample_set, store_of
 from processes import kept
+from store_cases import same_rows
 from tiny_run import make_target, run_script
 
 from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.states.rows import Rows
 from eagle3.states.store.shard import Encoding
 from eagle3.states.store.writer import StoreWriter
 from eagle3.targets.transformers import load_target
 
-FIELDS = ("aux", "values", "argmax", "logsumexp")
 STREAM = fields(Stream)
 by_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
@@ -61,11 +62,10 @@ def documents_of(stream):
     return list(stream.ids.split(torch.bincount(stream.document).tolist()))
 
 
-def expected_rows(loaded, states):
+def expected_rows(loaded, prefill_alone, dtype):
     """What a LoadedStream must hold, computed from the states of its stream's documents."""
-    whole = {name: torch.cat([each.named()[name] for each in states]) for name in FIELDS}
-    rows = {"aux": loaded.plan.rows} | dict.fromkeys(FIELDS[1:], loaded.plan.teacher)
-    return {name: whole[name][rows[name]] for name in FIELDS}
+    whole = Rows.cat([prefill_alone(dtype, ids) for ids in documents_of(loaded.stream)])
+    return Rows(whole.aux[loaded.plan.rows], whole.teacher[loaded.plan.teacher])
 
 
 @by_case
@@ -73,10 +73,7 @@ def test_rows_that_other_ranks_prefilled_arrive_bit_for_bit(outcomes, prefill_al
     for outcome in outcomes(case.name):
         assert len(outcome["alone"]) == case.accumulation
         for loaded in outcome["alone"]:
-            states = [prefill_alone(case.dtype, ids) for ids in documents_of(loaded.stream)]
-            for name, rows in expected_rows(loaded, states).items():
-                actual = loaded.batch.named()[name]
-                assert actual.dtype == rows.dtype and torch.equal(actual, rows), name
+            assert same_rows(loaded.batch, expected_rows(loaded, prefill_alone, case.dtype))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype == "float32"], ids=lambda case: case.name)
@@ -84,8 +81,7 @@ def test_rows_of_batches_agree_to_rounding(outcomes, prefill_alone, case):
     """A batch has different matrix shapes than a single document, so sums are taken in a different order."""
     for outcome in outcomes(case.name):
         for loaded in outcome["batched"]:
-            states = [prefill_alone(case.dtype, ids) for ids in documents_of(loaded.stream)]
-            for name, rows in expected_rows(loaded, states).items():
+            for name, rows in expected_rows(loaded, prefill_alone, case.dtype).named().items():
                 torch.testing.assert_close(loaded.batch.named()[name], rows, rtol=1e-5, atol=1e-5)
 
 
@@ -96,11 +92,9 @@ def test_stored_rows_are_the_live_ones_and_those_of_a_compressed_store_read_ahea
             # The one token of a stream without samples is prefilled by itself, but stored with its document.
             spare = live.stream.tokens == 1 and case.documents != (ONE_TOKEN,)
             tolerance = 1e-5 if spare else 0.0
-            for name in FIELDS:
-                torch.testing.assert_close(
-                    live.batch.named()[name], stored.batch.named()[name], rtol=tolerance, atol=tolerance
-                )
-                assert torch.equal(stored.batch.named()[name], compressed.batch.named()[name])
+            for name, rows in live.batch.named().items():
+                torch.testing.assert_close(rows, stored.batch.named()[name], rtol=tolerance, atol=tolerance)
+            assert same_rows(stored.batch, compressed.batch)
 
 
 def stream_groups(case, outcomes):

@@ -83,7 +83,8 @@ def read_whole(store: HiddenStateStore, number: int, tokens: int | None = None) 
 
 def same_rows(one: Rows, other: Rows) -> bool:
     """Whether all rows are equal, bit for bit."""
-    return all(torch.equal(a, b) for a, b in zip(one.named().values(), other.named().values(), strict=True))
+    pairs = zip(one.named().values(), other.named().values(), strict=True)
+    return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
 def assert_holds(path, numbers, encoding: Encoding = PLAIN) -> None:
