@@ -42,12 +42,6 @@ def complete_rope(parameters: dict[str, Any]) -> dict[str, Any]:
     """The parameters with their defaults, and with YaRN's attention factor under every name that readers know. Raises
     UserError for a rope that no draft can have."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, **parameters}
-    _check(rope)
-    return _with_attention_factor(rope) if rope["rope_type"] == "yarn" else rope
-
-
-def _check(rope: dict[str, Any]) -> None:
-    """Raises UserError for a rope that no draft can have."""
     kind = rope["rope_type"]
     nested = [name for name, value in rope.items() if isinstance(value, dict)]
     numbers = {name: rope[name] for name in _ROPE_NUMBERS if rope.get(name) is not None}
@@ -80,6 +74,7 @@ def _check(rope: dict[str, Any]) -> None:
             "draft: set model.draft.rope_parameters without it",
         ),
     )
+    return _with_attention_factor(rope) if kind == "yarn" else rope
 
 
 def check_rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
