@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 import transformers
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from torch import nn
 from transformers import (
@@ -25,7 +25,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.auto.tokenization_auto import get_tokenizer_config, tokenizer_class_from_name
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, has_file, logging
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file, has_file, logging
 
 from eagle3.errors import UserError, shown
 from eagle3.hub import require_folder, require_hub, require_no_draft
@@ -111,10 +111,10 @@ def weight_files(name: str, revision: str | None) -> dict[str, str] | None:
     names files outside the folder.
     """
     if has_file(name, SAFE_WEIGHTS_NAME, revision):
-        with safe_open(fetched(name, SAFE_WEIGHTS_NAME, revision), "pt") as weights:
+        with safe_open(cached_file(name, SAFE_WEIGHTS_NAME, revision=revision), "pt") as weights:
             return dict.fromkeys(weights.keys(), SAFE_WEIGHTS_NAME)
     if has_file(name, SAFE_WEIGHTS_INDEX_NAME, revision):
-        return indexed_files(fetched(name, SAFE_WEIGHTS_INDEX_NAME, revision))
+        return indexed_files(Path(cached_file(name, SAFE_WEIGHTS_INDEX_NAME, revision=revision)))
     pickles = [file.name for pattern in PICKLED for file in sorted(Path(name).glob(pattern))]
     if pickles:
         raise UserError(
@@ -154,12 +154,9 @@ def load_tokenizer(
                 f"target {name!r}: its tokenizer is Python code ({shown(code)}); read it, and set "
                 "model.trust_remote_code=tokenizer to let it run, or name a folder with a tokenizer.json"
             )
-        tokenizer = AutoTokenizer.from_pretrained(
+        return AutoTokenizer.from_pretrained(
             name, config=config, revision=revision, trust_remote_code=bool(trust_remote_code)
         )
-        if not isinstance(tokenizer.model_max_length, int | float):  # transformers compares every length with it
-            raise TypeError(f"model_max_length is {shown(tokenizer.model_max_length)}, not a number")
-        return tokenizer
 
 
 def tokenizer_code(name: str, revision: str | None = None) -> str | None:
@@ -185,7 +182,7 @@ def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str
     """
     name, digest = str(name_or_path), hashlib.sha256()
     with readable(name, "config"):
-        config = fetched(name, "config.json", revision)
+        config = Path(cached_file(name, "config.json", revision=revision))
         if not Path(name).is_dir():
             digest.update(f"{name}@{config.parent.name}".encode())  # snapshots/<commit>/config.json in the hub's cache
             return digest.hexdigest()[:32]
@@ -298,10 +295,3 @@ def readable(name: str, part: str, remedy: str | None = None) -> Iterator[None]:
         )
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
         raise UserError(f"target {name!r}: its {part} cannot be read ({reason}); {remedy}") from error
-
-
-def fetched(name: str, file: str, revision: str | None) -> Path:
-    """Path of a file of the checkpoint: in its folder, or in the hub's cache, after a download if necessary."""
-    if Path(name).is_dir():
-        return Path(name) / file
-    return Path(hf_hub_download(name, file, revision=revision))

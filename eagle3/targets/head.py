@@ -10,11 +10,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3.errors import UserError
 from eagle3.finite import require_finite
-from eagle3.targets.checkpoint import fetched, load_causal_lm, readable, weight_files, whole_config
+from eagle3.targets.checkpoint import load_causal_lm, readable, weight_files, whole_config
 from eagle3.targets.logits import LogitTransform, TargetHead
 
 # Config fields that change logits. Model families use different names for the same thing.
@@ -118,7 +119,7 @@ class _Stored(NamedTuple):
         return self._file(tensor).get_tensor(tensor)
 
     def _file(self, tensor: str) -> safe_open:
-        return safe_open(fetched(self.name, self.files[tensor], self.revision), "pt")
+        return safe_open(cached_file(self.name, self.files[tensor], revision=self.revision), "pt")
 
 
 class _Place(NamedTuple):
