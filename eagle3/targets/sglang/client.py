@@ -322,7 +322,6 @@ class Producer:
         # Samples in the spool or on their way to it, each with its future and its size in bytes.
         self.samples: dict[Ticket, tuple[Future[None], int]] = {}
         self.lock = threading.Lock()
-        self.closed = False
         servers.discard = self._discard
         if readers:
             threading.Thread(target=self._reap, name="reap", daemon=True).start()
@@ -353,7 +352,6 @@ class Producer:
             self.spool.remove(ticket, self.readers)
 
     def close(self) -> None:
-        self.closed = True
         self.servers.close()
 
     def _use_room(self) -> None:
@@ -376,7 +374,7 @@ class Producer:
     def _reap(self) -> None:
         """Release what all readers have read. They may be done before the thread that asked has seen the sample, which
         would then wait for it in vain: so not before its future is done."""
-        while not self.closed:
+        while not self.servers.closed:
             with self.lock:
                 tickets = [ticket for ticket, (arrived, _) in self.samples.items() if arrived.done()]
             for ticket in tickets:

@@ -141,7 +141,7 @@ class CaptureHook:
             return
         shares: list[RequestRows] = []
 
-        def compute() -> "TaughtColumns":
+        def compute() -> tuple[Any, ...]:
             self._require_whole(call)
             shares.extend(sorted(self._shares(call, tickets, size), key=lambda share: share.owner))
             if self.teacher is None:
@@ -150,12 +150,13 @@ class CaptureHook:
             for share in shares:
                 counts[share.owner] += int(share.taught.sum())
             places = torch.cat([share.places(share.taught) for share in shares])
-            return self.teacher.taught(picked(call.last, places), counts)
+            last = picked(call.last, places)
+            return last, *self.teacher.taught(last), counts
 
         taught = together(compute, ranks.hosts)
         mine = [share for share in shares if share.owner == rank]
         counts = [int(share.taught.sum()) for share in mine]
-        columns = (column.split(counts) for column in self.teacher.combined(taught, ranks.devices))
+        columns = (column.split(counts) for column in self.teacher.combined(*taught, ranks.devices))
         parts = [call.aux] if isinstance(call.aux, Tensor) else call.aux
         for share, *teacher in zip(mine, *columns, strict=True):
             aux = torch.cat([picked(part, share.places(share.seen)) for part in parts], dim=-1)
@@ -270,15 +271,6 @@ def _number(ticket: Ticket) -> int:
 # The target's predictions, from logits of which no rank has all columns -----------------------------------------------
 
 
-class TaughtColumns(NamedTuple):
-    """What one rank's columns say of a forward's taught rows: those of the first owner, of the second, and so on."""
-
-    last: Tensor  # [M, H]
-    summary: ShardSummary
-    drafted: Tensor | None  # [M, this rank's draft columns], if logits are kept
-    counts: list[int]  # how many of the rows each rank owns
-
-
 class ServedTeacher:
     """Computes the target's predictions for some rows.
 
@@ -293,28 +285,31 @@ class ServedTeacher:
         self.local = None if draft_ids is None else local_columns(draft_ids, self.head.first_id, self.head.valid)
         self.columns: DraftColumns | None = None
 
-    def taught(self, last: Tensor, counts: list[int]) -> TaughtColumns:
-        """What this rank's columns say of rows `last` [M, H], of which `counts` belong to each rank, the first one's
-        first. Logits exist for one block of rows at a time, and are computed once."""
+    def taught(self, last: Tensor) -> tuple[ShardSummary, Tensor | None]:
+        """What this rank's columns say of rows `last` [M, H]: a summary and, if logits are kept, its draft columns
+        [M, n]. Logits exist for one block of rows at a time, and are computed once."""
         summarize = partial(ShardSummary.of, first_id=self.head.first_id, valid=self.head.valid)
-        return TaughtColumns(last, *by_blocks(last, self.logits, summarize, self.local), counts)
+        return by_blocks(last, self.logits, summarize, self.local)
 
-    def combined(self, taught: TaughtColumns, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
-        """The teacher's values, argmax and logsumexp of the rows that belong to this rank. Collective over `group`."""
-        start = sum(taught.counts[: group.rank()])
-        own = slice(start, start + taught.counts[group.rank()])
-        if self.head.whole:
-            summary = TeacherSummary(taught.summary.best, taught.summary.logsumexp)
-        else:
-            summary = taught.summary.merged(group)
-        if taught.drafted is None:
-            values = taught.last[own]
+    def combined(
+        self, last: Tensor, local: ShardSummary, drafted: Tensor | None, counts: list[int], group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The teacher's values, argmax and logsumexp of the rows that belong to this rank. Collective over `group`.
+
+        last: [M, H]; local, drafted: what `taught` says of them
+        counts: how many of the rows belong to each rank, the first one's first
+        """
+        start = sum(counts[: group.rank()])
+        own = slice(start, start + counts[group.rank()])
+        summary = TeacherSummary(local.best, local.logsumexp) if self.head.whole else local.merged(group)
+        if drafted is None:
+            values = last[own]
         elif self.head.whole:
-            values = taught.drafted[own]
+            values = drafted[own]
         else:
             if self.columns is None:
                 self.columns = DraftColumns.of(self.draft_ids, self.head.first_id, self.head.valid, group)
-            values = self.columns.exchange(taught.drafted, taught.counts)
+            values = self.columns.exchange(drafted, counts)
         return values, summary.argmax[own], summary.logsumexp[own]
 
 
