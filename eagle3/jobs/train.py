@@ -148,6 +148,8 @@ def _resolve(gate: Gate, run: _Run) -> Job:
     known = find_target(recipe, run.topology.device, console)
     gate.know(config=known.config)
     run.on_first(lambda: gate.know(known=known))
+    if recipe.model.draft.vocabulary is None and recipe.model.draft.init_from is None:
+        gate.know(draft=shape_draft(recipe, known.config))  # the data choose which tokens it has, not how many
     inputs = gather_inputs(known, console)
     if recipe.evaluation.conversations:
         held_out_prompts(inputs, recipe.evaluation.draft_tokens)

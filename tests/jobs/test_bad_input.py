@@ -269,6 +269,12 @@ def test_a_given_vocabulary_that_tensor_ranks_cannot_divide_is_refused_as_it_is(
     refused("^parallelism.tensor: 2 does not divide the draft's draft_vocab_size 199", *given, "parallelism.tensor=2")
 
 
+def test_a_draft_that_does_not_fit_is_refused_before_the_data_are_read(refused, recipe):
+    missing = f"data.train=[{recipe.parent / 'absent.jsonl'}]"
+    refused("absent.jsonl", missing, "data.held_out=null")
+    refused("model.draft.window: a window of 2 keys", missing, "data.held_out=null", "model.draft.window=2")
+
+
 def test_a_warm_start_from_another_shape_names_the_size(refused, topology, target, tmp_path):
     wide = exported(tmp_path / "wide", target, topology, hidden_size=64, target_hidden_size=64)
     remedy = "name the export of a draft for this target, or train without init_from"
@@ -403,7 +409,7 @@ def began_with(recipe):
     ("override", "expected"),
     [
         ("training.learning_rate=3e-3", "training.learning_rate was 0.002, now it is 0.003"),
-        ("model.draft.fc_norm=true", "model.draft.fc_norm was False, now it is True"),
+        ("model.draft.fc_norm=true", "model.draft.fc_norm was false, now it is true"),
         ("training.max_steps=9", "training.max_steps was 8, now it is 9"),
         ("data.seed=1", "data.seed was 0, now it is 1"),
     ],
