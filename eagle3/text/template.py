@@ -146,7 +146,8 @@ def choose_template(
     try:
         return tokenizer.get_chat_template(chat_template, tools)
     except ValueError as error:  # the tokenizer has none, or several of which none is the default
-        raise UserError(f"{origin}: {error!s:.200}; name a template with data.chat_template") from error
+        first = str(error).partition("!")[0]  # the rest is advice to programmers
+        raise UserError(f"{origin}: {first:.200}; name a template with data.chat_template") from error
 
 
 def reasoning_key(template: str) -> str | None:

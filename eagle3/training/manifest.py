@@ -23,8 +23,8 @@ class CheckpointManifest(BaseModel, strict=True):
 
     @classmethod
     def read(cls, checkpoint: Path) -> "CheckpointManifest | None":
-        """Reads a checkpoint's manifest. None if it is missing or damaged."""
-        with suppress(OSError, ValidationError):
+        """Reads a checkpoint's manifest. None if it is missing or damaged. Raises OSError."""
+        with suppress(FileNotFoundError, NotADirectoryError, ValidationError):
             return cls.model_validate_json((checkpoint / MANIFEST).read_bytes())
         return None
 
