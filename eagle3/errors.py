@@ -23,7 +23,11 @@ FILE_REMEDIES = {
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "move away what is there, or use another place"),
     **dict.fromkeys((errno.ELOOP, errno.ENAMETOOLONG), "fix the path"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files (ulimit -n)"),
-    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EFBIG), "check its file system"),
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.EFBIG, errno.ENODEV), "check its file system"),
+    **dict.fromkeys(
+        (errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EREMOTEIO),
+        "check the network and its file system",
+    ),
 }
 
 

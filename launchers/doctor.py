@@ -86,7 +86,7 @@ def findings(
     for name, traits in start.own_traits(recipe, deepspeed).items():
         yield from outcomes(start.compare, cluster, name, traits)
     # From here on all ranks use the first rank's recipe, so that they make the same checks.
-    recipe = Recipe.model_validate(cluster.gather(recipe.model_dump(mode="json"))[0])
+    recipe = Recipe.model_validate(cluster.gather(recipe.model_dump(mode="json") if topology.is_first else None)[0])
     yield from outcomes(doctor.check_gpus, cluster, topology.device)
     yield from outcomes(start.check_open_files, cluster)
     yield from outcomes(places.check_shared, cluster, "output.dir", recipe.output.dir)

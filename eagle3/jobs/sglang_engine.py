@@ -103,7 +103,13 @@ class SGLangEngine:
     def live(self, kept: Encoding, head: TargetHead, topology: Topology) -> Iterator[SpooledSource]:
         """Source of this rank's rows from the recipe's servers. The first rank of each stream requests them.
         Collective. kept: see `capturing`"""
-        probe = agreed(lambda: self._compare(self.urls, own_probe(self.job, self.say)), topology.is_first)
+
+        def compared() -> Rows:
+            for url in self.urls:
+                self._require(url)  # in seconds, while transformers may have to load the whole target
+            return self._compare(self.urls, own_probe(self.job, self.say))
+
+        probe = agreed(compared, topology.is_first)
         most, asks = self._room(topology.data.size()), topology.stream.rank() == 0
         with ExitStack() as stack:
             spool = agreed(lambda: stack.enter_context(Spool(self.settings.spool, self.say, most)), asks)
@@ -174,19 +180,23 @@ class SGLangEngine:
         """Raises ServerDiffers if a server is no longer what it was at the job's start, when it computed `probe`."""
         require_same_target([self._probe(url)], probe, "this job's start")
 
+    def _require(self, url: str) -> None:
+        """Raises ServerDiffers unless a server, by what it says of itself, captures what this job needs."""
+        require_capture(
+            url,
+            self.settings._asdict(),
+            self.known.aux_layers,
+            dtype=self.options.dtype,
+            revision=self.options.revision,
+            longest=self.job.inputs.longest,
+            allow_untested=self.options.allow_untested,
+        )
+
     def _probe(self, url: str) -> tuple[str, Rows]:
         """A server, and what it computes of the probe document, which passes through a spool of its own. Raises
         ServerDiffers if one of the recipe's servers does not capture what this job needs."""
         if self.urls:
-            require_capture(
-                url,
-                self.settings._asdict(),
-                self.known.aux_layers,
-                dtype=self.options.dtype,
-                revision=self.options.revision,
-                longest=self.job.inputs.longest,
-                allow_untested=self.options.allow_untested,
-            )
+            self._require(url)
         with Spool(self.settings.spool, self.say) as spool:
             servers = Servers([url], spool.path, 1, self.say, PROBE_SECONDS)
             room = 2 * spool_bytes(self.encoding, WantedRows.all(PROBE_TOKENS))

@@ -94,6 +94,11 @@ def start_distributed(
     if "RANK" not in os.environ:  # started as a plain program: set what a launcher would set
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nothing listens there
+    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise SharedUserError(
+            f"launcher: RANK is set, but not {', '.join(missing)}; start with deepspeed or torchrun, which set all of "
+            "them, or unset RANK"
+        )
     check_sizes("parallelism", tensor, ulysses, ring, launched("WORLD_SIZE", 1))
     device = _own_device()
     with meeting():

@@ -128,6 +128,7 @@ def prompt_files(values: Sequence[str]) -> dict[str, Path]:
         name, equals, path = value.partition("=")
         if not equals or Path(value).exists():
             name, path = Path(value).stem, value
+        name = name.strip() or Path(path).stem
         require_prompts_file(Path(path), value)
         if name in files:
             raise UserError(

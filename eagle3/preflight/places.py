@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile, TemporaryFile
+from tempfile import NamedTemporaryFile
 
 from eagle3.console import data_size
 from eagle3.draft.config import DraftConfig
@@ -37,7 +37,12 @@ def check_shared(cluster: Cluster, key: str, folder: Path, patience: float = PAT
 def check_cache(cluster: Cluster, key: str, folder: Path) -> Finding:
     """Checks that every node can write to the folder. They need not share it; sharing only saves work. Collective."""
     remedy = f"set {key} to a place that this user can write to on every node"
-    cluster.ask(key, lambda: TemporaryFile(dir=_existing_parent(folder)).close(), remedy, cluster.leaders)
+
+    def write() -> None:
+        with _marker(folder):
+            pass
+
+    cluster.ask(key, write, remedy, cluster.leaders)
     return Finding(key, "ok", f"{folder} is writable")
 
 

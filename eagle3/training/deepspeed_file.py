@@ -102,8 +102,9 @@ def _refuse_unsupported(path: Path, config: dict[str, Any]) -> None:
     unused = {key: config.get(key) for key in ("scheduler", "fp16", "sequence_parallel_size")}
     unused |= {f"zero_optimization.{key}": zero.get(key) for key in ("offload_optimizer", "offload_param")}
     for key, value in unused.items():
-        if value and value not in ({"enabled": False}, {"device": "none"}):
-            raise SharedUserError(f"{path}: {key} is not used here; remove it: the recipe's training section decides")
+        off = isinstance(value, dict) and (value == {"enabled": False} or value.get("device") == "none")
+        if value and not off:
+            raise SharedUserError(f"{path}: {key} is not used here; remove it")
 
 
 def _refuse_unknown(path: Path, section: str, values: dict[str, Any], known: Sequence[str], what: str) -> None:

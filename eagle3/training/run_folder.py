@@ -20,7 +20,7 @@ from eagle3.preflight.inputs import inputs_of
 from eagle3.recipe.loading import dump_recipe, leaves
 from eagle3.recipe.schema import Recipe
 from eagle3.sealed import DAMAGE, read_sealed, sealed
-from eagle3.training.claim import Claim
+from eagle3.training.claim import CLAIM, Claim
 from eagle3.training.manifest import finished
 from eagle3.training.metrics_file import read_records
 
@@ -137,6 +137,11 @@ class RunFolder:
         place = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
         if not os.access(place, os.W_OK | os.X_OK, effective_ids=True):
             raise UserError(f"output.dir: {self.path}: {place} cannot be written; set output.dir to another place")
+        for path in self.path.absolute().parents:
+            if (path / self.recipe.name).exists() and any((path / name).exists() for name in (CLAIM, "run_id.txt")):
+                raise UserError(
+                    f"{self.path}: lies in the folder of another run, {path}; set output.dir to another place"
+                )
         self._require_own_names()
         if resume != "no" and not self.recipe.exists() and finished(self.checkpoints) and not self._staging.exists():
             raise UserError(
@@ -170,8 +175,8 @@ class RunFolder:
                 if resume == "auto":
                     afresh = "start afresh with another output.dir (slurm_multi.sh adds --resume auto by itself)"
                 raise UserError(
-                    f"{self.recipe}: {key} was {shown(was)}, now it is {shown(now)}; resume with the value the run "
-                    f"began with, or {afresh}"
+                    f"{self.recipe}: {key} was {shown(was, 400)}, now it is {shown(now, 400)}; resume with the value "
+                    f"the run began with, or {afresh}"
                 )
 
     def _require_place_of_its_own(self, recipe: Recipe) -> None:

@@ -24,11 +24,13 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.jobs.provenance import store_provenance
 from eagle3.jobs.train import train
+from eagle3.parallel.topology import start_distributed
 from eagle3.preflight.inputs import require_inputs
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.states.store.folder import FORMAT
 from eagle3.targets.checkpoint import target_config
 from eagle3.text.conversations import read_conversations
+from eagle3.training.deepspeed_file import deepspeed_config
 
 WEIGHTS, CUT_OFF = "model.safetensors", r"cut off, or a git-lfs pointer\); download it again"
 
@@ -356,6 +358,20 @@ def test_a_deepspeed_file_that_contradicts_the_recipe_is_refused(refused, recipe
     path = recipe.parent / "zero.json"
     path.write_text(json.dumps(json.loads(ZERO2.read_text(encoding="utf-8")) | changes), encoding="utf-8")
     refused(f"^{path}: .*{pattern}", deepspeed=path)
+
+
+def test_an_offload_that_is_off_is_no_mistake(recipe, tmp_path):
+    path, config = tmp_path / "zero.json", json.loads(ZERO2.read_text(encoding="utf-8"))
+    config["zero_optimization"]["offload_optimizer"] = {"device": "none", "pin_memory": True}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    assert deepspeed_config(path, load_recipe(recipe).training, 1)
+
+
+def test_a_job_without_what_a_launcher_sets_is_told_to_start_with_one(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with pytest.raises(UserError, match="^launcher: RANK is set, but not .*MASTER_PORT; start with deepspeed or"):
+        start_distributed()
 
 
 def test_a_deepspeed_file_that_is_missing_or_no_json_object_is_named(refused, tmp_path):

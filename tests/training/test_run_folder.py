@@ -63,6 +63,12 @@ def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "deep" / "deeper")
     with pytest.raises(UserError, match="contains the working directory"):
         RunFolder(tmp_path / "deep").check(recipe, "no")
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("recipe.yaml", "run_id.txt"):
+        (other / name).touch()
+    with pytest.raises(UserError, match="other/export: lies in the folder of another run, .*other; "):
+        RunFolder(other / "export").check(recipe, "no")
     theirs = tmp_path / "theirs" / "checkpoints"
     theirs.mkdir(parents=True)
     assert not RunFolder(theirs.parent).check(recipe, "auto")
