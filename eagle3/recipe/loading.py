@@ -136,7 +136,7 @@ def _explain(where: Path | str, error: dict, remedy: str) -> str:
             suggestion = _key_meant(key)
             hint = f"did you mean {suggestion}?" if suggestion else "train.py --print-recipe shows all keys"
             return f"{where}: {key}: unknown key{value_text}; {hint}"
-        case "missing":
+        case "missing" if isinstance(error["loc"][-1], str):
             return f"{where}: {key}: missing; add it, see recipes/quickstart.yaml"
     problem = {
         "list_type": problem + (f", as in {key}=[{value:.100}]" if isinstance(value, str) else ""),

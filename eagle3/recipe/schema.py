@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -152,6 +153,7 @@ class HiddenStates(Section):
 def _root(url: str) -> str:
     if not re.fullmatch(r"https?://[^/\s]+/?", url):
         raise ValueError("is not a server's root: write http://host:port")
+    _ = urlsplit(url).port  # raises ValueError if it is out of range
     return url.rstrip("/")
 
 

@@ -18,7 +18,7 @@ from eagle3.servers import Client, Count, Declined, ListOf, MalformedAnswer, Nam
 PROBE_SECONDS = 10.0
 MESSAGE = ("choices", 0, "message")
 Text = Annotated[str, BeforeValidator(lambda text: "" if text is None else text)]  # null is empty
-ADDRESS = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(:\d{1,5})?(/[^?#\s]*)?")
+ADDRESS = re.compile(r"https?://([\w.-]+|\[[\da-fA-F:.]+\])(?::(\d{1,5}))?(/[^?#\s]*)?")
 PATIENCE = (1.0, 2.0, 4.0, 8.0)  # seconds before each check whether a silent endpoint is back
 
 
@@ -102,7 +102,8 @@ def endpoint_urls(addresses: Sequence[str]) -> list[str]:
                 "--api-key-file"
             )
         url = text.strip().rstrip("/").removesuffix("/v1")
-        if not ADDRESS.fullmatch(url) or url.endswith("/chat/completions"):
+        address = ADDRESS.fullmatch(url)
+        if not address or not 0 < int(address[2] or 80) < 65536 or url.endswith("/chat/completions"):
             raise UserError(f"--endpoint: {text!r} is not an address of the form http://host:port; write it like that")
         urls.append(f"{url}/v1")
     [(url, count)] = Counter(urls).most_common(1)

@@ -32,7 +32,8 @@ from eagle3.hub import require_folder, require_hub, require_no_draft
 from eagle3.parsing import DEEPEST, is_too_deep, read_json_object
 
 PICKLED = ("*.bin", "*.bin.index.json", "*.pth", "*.pt", "*.ckpt", "*.pkl")  # PyTorch's formats
-MOST_LAYERS = 1000
+# What transformers would build, and training count, one by one.
+MOST = {"num_hidden_layers": 1000, "vocab_size": 1 << 24}
 QUANTISED_REMEDY = (
     "set target.backend=sglang, which runs it as it is, or name a copy that is not quantised in model.target"
 )
@@ -97,9 +98,9 @@ def _flaw(values: object) -> str | None:
     if is_too_deep(values):
         return f"is nested deeper than {DEEPEST} levels"
     for part in (values, *values.values()):
-        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
-        if isinstance(layers, int) and layers > MOST_LAYERS:  # transformers would build them all
-            return f"has {shown(layers)} layers, more than {MOST_LAYERS:,}"
+        for name, most in MOST.items() if isinstance(part, dict) else ():
+            if isinstance(number := part.get(name), int) and number > most:
+                return f"has {name} {shown(number)}, more than {most:,}"
     return None
 
 

@@ -144,7 +144,8 @@ def dataset_of(source: str) -> DatasetSource | None:
     else:
         raise UserError(
             f"{source}: no such file or folder (seen from {Path.cwd()}), nor a dataset's id (owner/name, "
-            "owner/name:split, owner/name@revision); fix data.train or data.held_out (docs/data.md)"
+            "owner/name:split, owner/name@revision); fix data.train or data.held_out (docs/data.md), download what a "
+            "URL names, and limit rows with data.max_samples"
         )
     return None
 

@@ -24,7 +24,8 @@ from eagle3.text.template import Choices, Unusable
 
 # A process takes about two seconds to start; one core encodes a million characters per second, renderings included.
 CHARACTERS_WORTH_A_PROCESS = 4_000_000
-CHUNK = 8  # conversations that go to a process together: few, because each may have LONGEST_ROW characters
+# Conversations that go to a process together: at most so many, and none after so many characters.
+CHUNK, CHUNK_CHARACTERS = 64, 1 << 22
 # Most characters in a row; each takes up to 250 bytes during tokenisation. For long samples the limit is
 # LONGEST_TOKEN characters for each token of the longest sample, if that is more.
 LONGEST_ROW, LONGEST_TOKEN = 1 << 24, 16
@@ -110,7 +111,7 @@ def useful_processes(rows: int, characters: int, workers: int | None) -> int:
 
 def encode_all(encoder: SampleEncoder, conversations: Iterator[Conversation], processes: int) -> Iterator[EncodedChunk]:
     """Yield all conversations in order, with their outcomes. Reads only a few chunks ahead of what it yields."""
-    chunks = iter(lambda: [*islice(conversations, CHUNK)], [])
+    chunks = _chunks(conversations)
     if processes == 1:
         for chunk in chunks:
             yield chunk, [encoder.outcome(conversation) for conversation in chunk]
@@ -133,6 +134,18 @@ def encode_all(encoder: SampleEncoder, conversations: Iterator[Conversation], pr
         ) from error
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _chunks(conversations: Iterator[Conversation]) -> Iterator[list[Conversation]]:
+    chunk, characters = [], 0
+    for conversation in conversations:
+        chunk.append(conversation)
+        characters += conversation.characters
+        if len(chunk) == CHUNK or characters >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, characters = [], 0
+    if chunk:
+        yield chunk
 
 
 def _start(encoder: SampleEncoder) -> None:

@@ -104,18 +104,21 @@ def first_readable(
 
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (origin, row or MalformedRow) for each row of a file whose suffix is one of KINDS. Raises OSError, and
-    UserError if its rows cannot be separated."""
+    """Yield (origin, row or MalformedRow) for each row of a file whose suffix is one of KINDS. Raises UserError if the
+    file cannot be read or its rows cannot be separated."""
     if path.suffix == ".parquet":
         yield from _parquet_rows(path)
         return
-    with path.open("rb") as file:
-        begins_list = file.read(1000).removeprefix(BOM_UTF8).lstrip().startswith(b"[")  # whatever its name says
-        file.seek(0)
-        if not begins_list:
-            yield from _line_rows(path, file)
-            return
-        rows = _value(file.read())
+    try:
+        with path.open("rb") as file:
+            begins_list = file.read(1000).removeprefix(BOM_UTF8).lstrip().startswith(b"[")  # whatever its name says
+            file.seek(0)
+            if not begins_list:
+                yield from _line_rows(path, file)
+                return
+            rows = _value(file.read())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error}); check its rights and its disk") from error
     if isinstance(rows, MalformedRow):
         raise UserError(f"{path}: {rows.detail}, so its rows cannot be separated; fix the file")
     yield from ((f"{path} row {number}", row) for number, row in enumerate(rows, 1))
@@ -148,12 +151,22 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
+    flaws = (pyarrow.ArrowException, ValueError, ArithmeticError)
+
+    def rows_of(batch: pyarrow.RecordBatch) -> list[Any]:
+        try:
+            return [*map(without_nulls, batch.to_pylist())]
+        except flaws as error:
+            if len(batch) == 1:
+                return [MalformedRow("a value that cannot be read", f"a value that cannot be read ({error!s:.100})")]
+            return [row for index in range(len(batch)) for row in rows_of(batch.slice(index, 1))]
+
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            rows = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
-            for number, row in enumerate(map(without_nulls, rows), 1):
+            rows = chain.from_iterable(map(rows_of, file.iter_batches(batch_size=1024)))
+            for number, row in enumerate(rows, 1):
                 yield f"{path} row {number}", row
-    except (OSError, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
+    except (OSError, *flaws) as error:
         raise UserError(f"{path}: not a readable parquet file ({error!s:.200}); fix or convert it") from error
 
 

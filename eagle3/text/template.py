@@ -144,10 +144,13 @@ def choose_template(
     """The Jinja source to use: `chat_template`, or the tokenizer's own for conversations with these tools. Raises
     UserError if there is none."""
     try:
-        return tokenizer.get_chat_template(chat_template, tools)
+        template = tokenizer.get_chat_template(chat_template, tools)
     except ValueError as error:  # the tokenizer has none, or several of which none is the default
         first = str(error).partition("!")[0]  # the rest is advice to programmers
         raise UserError(f"{origin}: {first:.200}; name a template with data.chat_template") from error
+    if not template or not isinstance(template, str):
+        raise UserError(f"{origin}: the tokenizer's chat template is no text; name another with data.chat_template")
+    return template
 
 
 def reasoning_key(template: str) -> str | None:

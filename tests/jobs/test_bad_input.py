@@ -95,7 +95,7 @@ def write_rows(recipe, rows, name="conversations.jsonl"):
         ("memory.recompute=on", ["memory.recompute (value true)", "'none', 'attention_kept' or 'full'"]),
         ("data.template_variables=no_think", ["dictionary, as in data.template_variables={name: value}"]),
         ("training=3", ["training (value 3): is a section; write training={key: value}, or its keys below it"]),
-        ("training.betas=[0.9]", ["training.betas.1: missing"]),
+        ("training.betas=[0.9]", ["training.betas.1 (value [0.9]): Field required"]),
         ("training.ttt_steps=seven", ["training.ttt_steps", "'seven'", "integer"]),
         ("training.ttt_steps=null", ["training.ttt_steps", "null", "integer"]),
         ("training.loss=mse", ["training.loss", "'mse'", "'kl', 'lk_alpha' or 'lk_lambda'"]),

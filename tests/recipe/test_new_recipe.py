@@ -189,7 +189,7 @@ GPT2, MAMBA = GPT2Config(architectures=["GPT2LMHeadModel"]), MambaConfig(archite
         (lambda folder: (folder / "config.json").write_text("[1]"), "config.json"),
         (changed("qwen3.5-27b", text_config=None), "gives none of the sizes of its language model"),
         (changed("qwen3.5-27b", text_config={"hidden_size": -1}), "cannot be read (RuntimeError: Trying to create"),
-        (changed("qwen3-8b", num_hidden_layers=10**9), "has 1000000000 layers, more than 1,000"),
+        (changed("qwen3-8b", num_hidden_layers=10**9), "has num_hidden_layers 1000000000, more than 1,000"),
         (changed("qwen3-8b", num_key_value_heads=0), "config cannot be read (ZeroDivisionError: "),
         (changed("qwen3-8b", hidden_size="4096"), "cannot be read (StrictDataclassFieldValidationError"),
         (changed("qwen3-8b", quantization_config="fp8"), "cannot be read (AttributeError: 'str' object has no"),

@@ -631,6 +631,7 @@ def test_every_mistake_is_one_line_with_the_value_and_the_remedy(tmp_path, serve
         ({"--endpoint": "localhost:30000"}, "not an address of the form http://host:port"),
         ({"--endpoint": "30000"}, "'30000' is not an address"),
         ({"--endpoint": "http://host:port"}, "is not an address"),
+        ({"--endpoint": "http://host:99999"}, "is not an address"),
         ({"--endpoint": "http://me:secret@host:1"}, "use --api-key-file"),
         ({"--endpoint": "http://me:secret@host:port"}, "address 1 holds an @"),
         ({"--endpoint": "http://me:secret/x@host:1"}, "use --api-key-file"),

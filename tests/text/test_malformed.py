@@ -119,17 +119,21 @@ def test_rows_of_every_kind_of_file_are_named_by_their_place(tmp_path):
     (tmp_path / "d.json").write_text(f"{broken}\n{talk(5)}\n")
     rows = [{"text": text} for text in ("x", None, "y")]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "f.parquet")
+    places, texts = pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")
+    strings = pa.Array.from_buffers(pa.string(), 2, [None, places, texts])
+    pq.write_table(pa.table({"text": strings}), tmp_path / "g.parquet")
     account, *lines, _ = lines_of(read_conversations, [str(tmp_path)])
-    assert "5 of 12 rows" in account
+    assert "6 of 14 rows" in account
     assert [line.removeprefix(f"{tmp_path}/").partition(": ")[0] for line in lines] == [
         "a.jsonl:4",
         "b.json row 2",
         "c.json:3",
         "d.json:1",
         "f.parquet row 2",
+        "g.parquet row 2",
     ]
     assert "the row is [1, 2]" in lines[1]
-    assert len(read_conversations([str(tmp_path)], malformed=MalformedRows(drop=True))) == 7
+    assert len(read_conversations([str(tmp_path)], malformed=MalformedRows(drop=True))) == 8
 
 
 def test_rows_that_are_too_large_to_be_read_are_malformed(tmp_path, monkeypatch):

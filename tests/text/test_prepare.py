@@ -229,7 +229,7 @@ def test_a_long_preparation_reports_rate_and_time_left(tmp_path, tokenizer, monk
     lines: list[str] = []
     prepared(tmp_path, tokenizer, *["one"] * 100, report=lines.append)
     first, *_, last = (line for line in lines if line.startswith("tokenising: "))
-    assert first.startswith("tokenising: 8/100 conversations, ") and first.endswith("s left")
+    assert first.startswith("tokenising: 64/100 conversations, ") and first.endswith("s left")
     assert last.startswith("tokenising: 100/100 conversations, ") and last.endswith(" in all")
 
 
