@@ -91,14 +91,7 @@ def start_distributed(
     tensor, ulysses, ring: sizes of these groups; the job is data-parallel beyond them.
     timeout: how long to wait for the other processes, and in a collective outside of `patient`.
     """
-    if "RANK" not in os.environ:  # started as a plain program: set what a launcher would set
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nothing listens there
-    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-        raise SharedUserError(
-            f"launcher: RANK is set, but not {', '.join(missing)}; start with deepspeed or torchrun, which set all of "
-            "them, or unset RANK"
-        )
+    _require_launch()
     check_sizes("parallelism", tensor, ulysses, ring, launched("WORLD_SIZE", 1))
     device = _own_device()
     with meeting():
@@ -147,6 +140,18 @@ def job_store(timeout: datetime.timedelta) -> dist.Store:
         return dist.HashStore()
     port = launched("MASTER_PORT", 0)
     return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout)
+
+
+def _require_launch() -> None:
+    """Sets what a launcher sets, in a plain program. Raises UserError if only some of it is set."""
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nothing listens there
+    if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise SharedUserError(
+            f"launcher: RANK is set, but not {', '.join(missing)}; start with deepspeed or torchrun, which set all of "
+            "them, or unset RANK"
+        )
 
 
 def _own_device() -> torch.device:
