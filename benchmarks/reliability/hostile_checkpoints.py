@@ -37,6 +37,7 @@ OTHER_DATA = {
     "a list for the progress": MODEL,
     "a text for the best step": MODEL,
     "a list for the optimizer's state": OPTIMISER,
+    "moments of another shape": OPTIMISER,
 }
 
 
@@ -182,6 +183,8 @@ def put_other_data(path: Path, what: str) -> None:
         content["progress"]["best_step"] = "the second"
     elif what == "a list for the optimizer's state":
         content["optimizer_state_dict"] = [1, 2]
+    elif what == "moments of another shape":
+        content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["exp_avg"] = torch.ones(1)
     torch.save(content, path)
 
 

@@ -19,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from eagle3.console import waiting
 from eagle3.durable import file_digest, flush, publish
 from eagle3.errors import SharedUserError, UserError, shown
+from eagle3.finite import is_finite
 from eagle3.parallel.topology import agreed
 from eagle3.patches import collect_failures, plain_loads
 from eagle3.training import safe_loading
@@ -192,6 +193,7 @@ def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:
             with plain_loads():
                 loaded, state = engine.load_checkpoint(str(folder.parent), tag=folder.name, load_module_strict=False)
             assert loaded is not None, "DeepSpeed loaded nothing"
+            _require_fit(engine)
             _set_random_state(state)
             step = state["step"]
             if not isinstance(step, int) or _name(step) != checkpoint.name:
@@ -211,6 +213,18 @@ def other_data(checkpoint: Path, error: Exception) -> UserError:
         f"{checkpoint}: holds other data than training writes ({type(error).__name__}: {str(error):.300}); move "
         "this folder away, so that --resume takes the checkpoint before it, or start afresh without --resume"
     )
+
+
+def _require_fit(engine: DeepSpeedEngine) -> None:
+    """Raises ValueError for moments, taken unchecked from a file, with which the next step would fail or go wrong."""
+    for weight, state in engine.optimizer.optimizer.state.items():  # empty if every step so far was skipped
+        if state.keys() != {"step", "exp_avg", "exp_avg_sq"}:
+            raise ValueError(f"optimizer state: {shown([*state])}")
+        moments = [state["exp_avg"], state["exp_avg_sq"]]
+        if any(moment.shape != weight.shape for moment in moments):
+            raise ValueError(f"moments of {[list(each.shape) for each in moments]} for {list(weight.shape)} weights")
+        if not all(map(is_finite, (weight, *moments))):
+            raise ValueError("weights or optimizer state that are not finite")
 
 
 @contextmanager

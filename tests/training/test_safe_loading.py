@@ -118,6 +118,10 @@ def test_the_process_that_converts_guards_itself(topology, saved):
     assert not mark.exists()
 
 
+def adam_state(content):
+    return content["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+
+
 # The planted data is plain, but has a different structure than training writes.
 OTHER_DATA = {
     "no step": (FILES[0], lambda content: content.pop("step"), "KeyError: 'step'"),
@@ -127,6 +131,17 @@ OTHER_DATA = {
     "random numbers of another size": (FILES[0], lambda content: content.update(torch_rng=torch.zeros(3)), "Error"),
     "no optimizer state": (FILES[1], lambda content: content.clear(), "KeyError"),
     "a list for the optimizer state": (FILES[1], lambda content: content.update(optimizer_state_dict=[1]), "Error"),
+    "moments of another shape": (
+        FILES[1],
+        lambda content: adam_state(content).update(exp_avg=torch.ones(1)),
+        r"moments of \[\[1\], ",
+    ),
+    "a moment missing": (FILES[1], lambda content: adam_state(content).pop("exp_avg_sq"), "'exp_avg'"),
+    "a moment that is not finite": (
+        FILES[1],
+        lambda content: adam_state(content)["exp_avg_sq"][0].fill_(float("nan")),
+        "not finite",
+    ),
 }
 
 
