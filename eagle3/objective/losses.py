@@ -121,7 +121,8 @@ def sum_counts(counts: Sequence[BatchCounts], group: dist.ProcessGroup, device: 
     """The sum over this rank's streams and over the ranks of `group`, which have others or other parts of them."""
     packed = send(sum(torch.cat((*each[:3], torch.tensor([each.tokens]))) for each in counts), device)
     dist.all_reduce(packed, group=group)
-    return BatchCounts(*packed[:-1].cpu().chunk(3), int(packed[-1]))
+    packed = packed.cpu()
+    return BatchCounts(*packed[:-1].chunk(3), int(packed[-1]))
 
 
 Sums = TypeVar("Sums", StepSums, ChainCounts)
