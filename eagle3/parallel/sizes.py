@@ -8,8 +8,11 @@ from eagle3.errors import SharedUserError, UserError
 
 
 def launched(name: str, default: int) -> int:
-    """A number that a launcher put into the environment."""
-    return int(os.environ.get(name) or default)
+    """A number that a launcher put into the environment. Raises UserError if it is no number."""
+    value = os.environ.get(name) or str(default)
+    if not re.fullmatch(r"\d{1,9}", value):
+        raise SharedUserError(f"launcher: {name}={value}: is no number; start with deepspeed or torchrun, or unset it")
+    return int(value)
 
 
 def read_job_size(text: str) -> tuple[int, int]:

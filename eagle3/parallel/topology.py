@@ -143,7 +143,7 @@ def job_store(timeout: datetime.timedelta) -> dist.Store:
 
 
 def _require_launch() -> None:
-    """Sets what a launcher sets, in a plain program. Raises UserError if only some of it is set."""
+    """Sets what a launcher sets, in a plain program. Raises UserError if only some of it is set, or wrongly."""
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}  # nothing listens there
@@ -151,6 +151,12 @@ def _require_launch() -> None:
         raise SharedUserError(
             f"launcher: RANK is set, but not {', '.join(missing)}; start with deepspeed or torchrun, which set all of "
             "them, or unset RANK"
+        )
+    rank, world, port = map(launched, ("RANK", "WORLD_SIZE", "MASTER_PORT"), (0, 0, 0))
+    if rank >= world or not 0 < port < 1 << 16:
+        raise SharedUserError(
+            f"launcher: RANK={rank} of WORLD_SIZE={world} with MASTER_PORT={port} cannot be; start with deepspeed or "
+            "torchrun, which set them, or unset RANK"
         )
 
 

@@ -374,6 +374,15 @@ def test_a_job_without_what_a_launcher_sets_is_told_to_start_with_one(monkeypatc
         start_distributed()
 
 
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "abc"), ("MASTER_PORT", "99999"), ("RANK", "3")])
+def test_what_a_launcher_set_wrongly_is_named(name, value, monkeypatch):
+    for known, usual in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(known, usual)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"^launcher: .*{name}={value}.*(cannot be|is no number); start with deepspeed"):
+        start_distributed()
+
+
 def test_a_deepspeed_file_that_is_missing_or_no_json_object_is_named(refused, tmp_path):
     path = tmp_path / "zero.json"
     for missing in (path, tmp_path):
