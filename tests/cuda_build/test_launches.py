@@ -36,9 +36,9 @@ STEP_WAITS = {
     "objective/losses:sum_sums": 1,  # the step's loss and accuracy, for the log
 }
 HELD_OUT_WAITS = {
-    "objective/losses:<genexpr>": 1,  # which positions are right, to count by context
+    "objective/chains:count_chains": 2,  # a stream: which drafts are accepted, greedily and sampled
     "objective/losses:sum_counts": 1,
-    "objective/losses:sum_sums": 3,
+    "objective/losses:sum_sums": 5,  # back with the loss; there and back with either kind of chains
 }
 
 
