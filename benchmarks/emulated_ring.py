@@ -4,13 +4,14 @@ for what the other ranks would send. Also thins out schedules, so that only a pa
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from eagle3.attention.ring import Exchange, RingAttention
 from eagle3.attention.schedule import PrefixSchedule
-from eagle3.attention.shared import SharedGradient
+from eagle3.attention.shared import SharedGradient, SharedTensor
 
 THIN_WINDOW = 1024  # keys
 
@@ -31,8 +32,10 @@ class _RandomExchange(Exchange):
         super().__init__(key_value)
         self.ranks = ranks
 
-    def collect(self, gradient: SharedGradient) -> Tensor:
-        return _GatherRandom.apply(self.mine, self.ranks, gradient)
+    @cached_property
+    def shared(self) -> SharedTensor:
+        gradient = SharedGradient()
+        return SharedTensor(_GatherRandom.apply(self.mine, self.ranks, gradient), gradient)
 
 
 class _GatherRandom(torch.autograd.Function):

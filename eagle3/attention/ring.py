@@ -6,7 +6,7 @@ own first, and merge them by log-sum-exp, so they give the same numbers.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import Literal
@@ -18,7 +18,7 @@ from torch import Tensor
 from eagle3.attention.block import BlockKernels, head_groups, merge_blocks, usual_kernels
 from eagle3.attention.plain import BlockOutput, Scoring
 from eagle3.attention.schedule import Piece, PrefixSchedule, overlap
-from eagle3.attention.shared import CollectGradient, SharedGradient
+from eagle3.attention.shared import SharedGradient, SharedTensor
 
 RingMode = Literal["gather", "p2p"]
 
@@ -43,7 +43,7 @@ class RingAttention:
         """Maps q [Q, heads, d] to out [Q, heads, d] and lse [Q, heads], which are 0 and -inf for a query that sees
         nothing (padding). Not differentiable by itself; `backward` gives its gradients.
 
-        key_value: as in SharedKeyValue.
+        key_value: as in Exchange.
         schedules: what these queries see of the keys of each ring rank.
         """
         exact = torch.promote_types(q.dtype, torch.float32)
@@ -125,29 +125,17 @@ class RingAttention:
         return Scoring(self.scale, piece.visibility, schedule.visible(piece), self.softcap, schedule.window)
 
 
-@dataclass(frozen=True)
-class SharedKeyValue:
-    """Keys and values that every call reads, and the sum of their gradient."""
-
-    key_value: Tensor  # [ring, 2, S, kv_heads, d]; for `p2p` this rank's [2, S, kv_heads, d]
-    gradient: SharedGradient = field(default_factory=SharedGradient)
-
-
 class Exchange:
-    """Keys and values on their way to their readers. This base class moves nothing: its `key_value` has the shape of
-    SharedKeyValue's."""
+    """Keys and values on their way to their readers: [ring, 2, S, kv_heads, d]; for `p2p` this rank's [2, S, kv_heads,
+    d]. This base class moves nothing."""
 
     def __init__(self, key_value: Tensor) -> None:
         self.mine = key_value
 
     @cached_property
-    def shared(self) -> SharedKeyValue:
+    def shared(self) -> SharedTensor:
         """What every call reads; the first access waits for it."""
-        gradient = SharedGradient()
-        return SharedKeyValue(self.collect(gradient), gradient)
-
-    def collect(self, gradient: SharedGradient) -> Tensor:
-        return CollectGradient.apply(self.mine, gradient)
+        return SharedTensor.of(self.mine)
 
 
 class _Gather(Exchange):
@@ -157,8 +145,10 @@ class _Gather(Exchange):
         self.group, self.transfer = group, _Transfer()
         super().__init__(_StartGather.apply(key_value, group, self.transfer))
 
-    def collect(self, gradient: SharedGradient) -> Tensor:
-        return _FinishGather.apply(self.mine, self.group, self.transfer, gradient)
+    @cached_property
+    def shared(self) -> SharedTensor:
+        gradient = SharedGradient()
+        return SharedTensor(_FinishGather.apply(self.mine, self.group, self.transfer, gradient), gradient)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Tensors that many calls read, and the sum of their gradients."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,8 @@ class SharedGradient:
         return total
 
 
-class CollectGradient(torch.autograd.Function):
-    """Makes a tensor shared. Backward runs when the backward passes of all calls are done, and returns the sum of their
+class _CollectGradient(torch.autograd.Function):
+    """Backward runs when the backward passes of all calls are done, and returns the sum of their
     gradients."""
 
     @staticmethod
@@ -43,15 +43,32 @@ class CollectGradient(torch.autograd.Function):
         return ctx.gradient.take(tensor).to(tensor.dtype), None
 
 
-class SharedRows:
-    """A table of which many calls read rows, each of them any number of times."""
+@dataclass(frozen=True)
+class SharedTensor:
+    """A tensor that many calls read, and the sum of their gradients: a table of rows, a weight [out, in], or a ring
+    rank's keys and values (see Exchange)."""
 
-    def __init__(self, table: Tensor) -> None:
-        self.gradient = SharedGradient()
-        self.table = CollectGradient.apply(table, self.gradient)
+    tensor: Tensor
+    gradient: SharedGradient = field(default_factory=SharedGradient)
+
+    @classmethod
+    def of(cls, tensor: Tensor, exact: bool = True) -> "SharedTensor":
+        """Shares a tensor, so that autograd gets the sum. exact: see SharedGradient."""
+        gradient = SharedGradient(exact=exact)
+        return cls(_CollectGradient.apply(tensor, gradient), gradient)
 
     def at(self, index: Tensor, columns: slice) -> Tensor:
-        return _Rows.apply(self.table, index, columns, self.gradient)
+        """These columns of these rows, each any number of times."""
+        return _Rows.apply(self.tensor, index, columns, self.gradient)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [tokens, in] times the weight: [tokens, out]."""
+        return _Product.apply(x, self.tensor, None, slice(None), self.gradient, False)
+
+    def wide_product(self, x: Tensor, rows: slice, added: Tensor | None = None) -> Tensor:
+        """x [tokens, in] times these rows of the weight, [tokens, rows] in fp32 or wider. added: of that shape and
+        dtype; the product is added to it in place, not rounded before."""
+        return _Product.apply(x, self.tensor, added, rows, self.gradient, True)
 
 
 class _Rows(torch.autograd.Function):
@@ -67,26 +84,6 @@ class _Rows(torch.autograd.Function):
         total = ctx.gradient.like(table)
         total[:, ctx.columns].index_add_(0, index, grad.to(total.dtype))
         return None, None, None, None
-
-
-class SharedWeight:
-    """A weight [out, in] of many products, whose gradients are added to their sum as they are computed.
-
-    exact: see SharedGradient.
-    """
-
-    def __init__(self, weight: Tensor, exact: bool) -> None:
-        self.gradient = SharedGradient(exact=exact)
-        self.weight = CollectGradient.apply(weight, self.gradient)
-
-    def product(self, x: Tensor) -> Tensor:
-        """x [tokens, in] times the weight: [tokens, out]."""
-        return _Product.apply(x, self.weight, None, slice(None), self.gradient, False)
-
-    def wide_product(self, x: Tensor, rows: slice, added: Tensor | None = None) -> Tensor:
-        """x [tokens, in] times these rows of the weight, [tokens, rows] in fp32 or wider. added: of that shape and
-        dtype; the product is added to it in place, not rounded before."""
-        return _Product.apply(x, self.weight, added, rows, self.gradient, True)
 
 
 class _Product(torch.autograd.Function):
@@ -109,7 +106,7 @@ class _Product(torch.autograd.Function):
 
 
 def wide_product(x: Tensor, columns: Tensor, added: Tensor | None = None) -> Tensor:
-    """x [n, h] times columns [h, v] in fp32 or wider. added: see SharedWeight.wide_product."""
+    """x [n, h] times columns [h, v] in fp32 or wider. added: see SharedTensor.wide_product."""
     exact = torch.promote_types(x.dtype, torch.float32)
     wide = {"out_dtype": exact} if x.device.type == "cuda" and x.dtype != exact else {}
     if not wide:

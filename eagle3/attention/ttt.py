@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from eagle3.attention.block import BlockKernels, BlockOutput, OwnKernel, own_candidates
-from eagle3.attention.ring import Exchange, RingAttention, RingMode, SharedKeyValue
+from eagle3.attention.ring import Exchange, RingAttention, RingMode
 from eagle3.attention.schedule import PrefixSchedule
+from eagle3.attention.shared import SharedTensor
 
 # DeepSpeed's layout is [tokens, batch, heads, width].
 TOKENS, BATCH, HEADS = 0, 1, 2
@@ -89,7 +90,7 @@ class TTTAttention:
     def __call__(
         self,
         q: Tensor,
-        shared: SharedKeyValue,
+        shared: SharedTensor,
         schedules: tuple[PrefixSchedule, ...],
         own: Sequence[KeyValue] = (),
     ) -> Tensor:
@@ -100,7 +101,7 @@ class TTTAttention:
         own: K_1..K_k, V_1..V_k, each [Q, kv_heads, d]; query t sees only row t of them.
         """
         keys, values = zip(*own, strict=True) if own else ((), ())
-        return _Attend.apply(self, schedules, shared.gradient, shared.key_value, q, *keys, *values)
+        return _Attend.apply(self, schedules, shared.gradient, shared.tensor, q, *keys, *values)
 
     def own_kernel(self, q: Tensor) -> OwnKernel:
         return self.own or own_candidates(q.device, q.dtype)[0]

@@ -18,7 +18,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from eagle3.attention.shared import SharedWeight
+from eagle3.attention.shared import SharedTensor
 from eagle3.attention.ttt import KeyValue
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.pointwise import Pointwise, Rotate, SwiGLU, pointwise_candidates
@@ -148,7 +148,7 @@ class Eagle3Draft(MegatronModule):
 
 class DraftPass:
     """The draft at work, for example in all steps of one stream: weights are put together for fewer products, and each
-    one's gradient is a sum over the products that autograd sees once (see SharedWeight).
+    one's gradient is a sum over the products that autograd sees once (see SharedTensor).
 
     q, k and v are products with rows of one weight, the rows of q first. Its half for the embedding depends on the next
     token alone, so it is a call of its own (`embedded`), whose result steps that meet the token can share.
@@ -167,12 +167,12 @@ class DraftPass:
         self.all, self.queries, self.keys = slice(None), slice(0, sizes[0]), slice(sizes[0], None)
         halves = torch.cat(projections).chunk(2, 1)
         whole = (attention.linear_proj.weight, mlp.linear_fc1.weight, mlp.linear_fc2.weight)
-        products = [SharedWeight(weight, exact) for weight in (*halves, *whole)]
+        products = [SharedTensor.of(weight, exact) for weight in (*halves, *whole)]
         self.of_embedding, self.of_hidden, self.proj, self.fc1, self.fc2 = products
         shared = {id(weight) for weight in (*projections, *whole)}
         others = (weight for weight in draft.parameters() if weight.requires_grad and id(weight) not in shared)
         # All that the methods differentiate.
-        self.weights = (*(each.weight for each in products), *others)
+        self.weights = (*(each.tensor for each in products), *others)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Normed embeddings [tokens, H]."""

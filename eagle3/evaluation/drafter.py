@@ -7,8 +7,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from eagle3.attention.block import PLAIN_BLOCKS, PLAIN_OWN
-from eagle3.attention.ring import SharedKeyValue
 from eagle3.attention.schedule import Piece, PrefixSchedule
+from eagle3.attention.shared import SharedTensor
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import EMBEDDING, ExportedDraft, load_weights
@@ -104,7 +104,7 @@ class ChainDrafter:
         that row. `rule` draws each of them."""
         window = self.draft.draft_config.window
         assert self.draft.draft_config.holds_chain(count)
-        shared = SharedKeyValue(self.prefix[None, :, : self.rows])
+        shared = SharedTensor(self.prefix[None, :, : self.rows])
         draft, hidden, token, own = self.at_work, self.hidden, self.next_token, ()
         tokens, probabilities = [], []
         for step in range(count):

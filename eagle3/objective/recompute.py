@@ -14,7 +14,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.attention.ring import Exchange, SharedKeyValue
+from eagle3.attention.ring import Exchange
+from eagle3.attention.shared import SharedTensor
 from eagle3.attention.ttt import KeyValue
 from eagle3.draft.config import DraftConfig
 from eagle3.objective.distill import BLOCK_BYTES
@@ -142,7 +143,7 @@ class Step:
 
     project: ChunkedWork  # hidden -> (q, K_k, V_k); at step 0, (q,)
     # (q, shared, own) -> attended, where own holds all own keys and values so far
-    attend: Callable[[Tensor, SharedKeyValue, tuple[KeyValue, ...]], Tensor]
+    attend: Callable[[Tensor, SharedTensor, tuple[KeyValue, ...]], Tensor]
     finish: ChunkedWork  # (hidden, attended) -> (output,)
 
     def run(
@@ -158,7 +159,7 @@ class Step:
         if recompute == "full":
             flat, prefix = [tensor for pair in own for tensor in pair], exchange.shared
             output, *new = _Step.apply(
-                self, prefix.gradient, hidden, prefix.key_value, len(flat), *flat, *self.project.weights
+                self, prefix.gradient, hidden, prefix.tensor, len(flat), *flat, *self.project.weights
             )
             return output, own + _pairs(new)
         project, finish = (part.plainly if recompute == "none" else part for part in (self.project, self.finish))
@@ -178,7 +179,7 @@ class _Step(torch.autograd.Function):
         own = own_and_weights[:own_count]
         ctx.save_for_backward(hidden, key_value, *own)
         q, *new = step.project.forward((hidden,))
-        attended = step.attend(q, SharedKeyValue(key_value, gradient), _pairs((*own, *new)))
+        attended = step.attend(q, SharedTensor(key_value, gradient), _pairs((*own, *new)))
         return *step.finish.forward((hidden, attended)), *new
 
     @staticmethod
@@ -188,7 +189,7 @@ class _Step(torch.autograd.Function):
         q, *new = step.project.forward((hidden,))
         with torch.enable_grad():
             q, *own_and_new = (tensor.detach().requires_grad_() for tensor in (q, *own, *new))
-            shared = SharedKeyValue(key_value.detach().requires_grad_(), ctx.gradient)
+            shared = SharedTensor(key_value.detach().requires_grad_(), ctx.gradient)
             attended = step.attend(q, shared, _pairs(own_and_new))
         (d_hidden, d_attended), finishing = step.finish.backward((hidden, attended.detach()), (d_output,))
         d_q, *d_own = torch.autograd.grad(attended, (q, *own_and_new), d_attended)

@@ -8,9 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eagle3.attention.ring import SharedKeyValue
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
-from eagle3.attention.shared import SharedRows
+from eagle3.attention.shared import SharedTensor
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.model import DraftPass, Eagle3Draft
 from eagle3.draft.pointwise import Pointwise
@@ -141,8 +140,8 @@ def unroll(
 class Shared(NamedTuple):
     """What steps share if nothing is recomputed."""
 
-    queried: SharedRows  # what the embeddings of queried tokens add to all projections
-    keys: SharedRows  # what the embeddings of all tokens add to keys and values
+    queried: SharedTensor  # what the embeddings of queried tokens add to all projections
+    keys: SharedTensor  # what the embeddings of all tokens add to keys and values
     rotations: Rotation  # of all steps' queries, one step after the other
 
     @classmethod
@@ -152,7 +151,7 @@ class Shared(NamedTuple):
         keys = torch.cat((queried[:, draft.keys], draft.embedded(x[inputs.queried :], draft.keys)))
         steps = torch.arange(len(inputs.query_tokens), device=inputs.query_positions.device)
         rotations = draft.rotation((inputs.query_positions + steps[:, None]).flatten())
-        return cls(SharedRows(queried), SharedRows(keys), rotations)
+        return cls(SharedTensor.of(queried), SharedTensor.of(keys), rotations)
 
 
 @dataclass(frozen=True)
@@ -187,7 +186,7 @@ class UnrollWork:
         rotation = self.shared.rotations.at(slice(k * len(places), (k + 1) * len(places)))
         return self.draft.project(hidden, self.shared.queried.at(places, projections), rotation)
 
-    def attend(self, k: int, q: Tensor, prefix: SharedKeyValue, own: tuple[KeyValue, ...]) -> Tensor:
+    def attend(self, k: int, q: Tensor, prefix: SharedTensor, own: tuple[KeyValue, ...]) -> Tensor:
         return self.attention(q, prefix, self.inputs.schedules[k], own)
 
     def finish(self, cut: Cut, hidden: Tensor, attended: Tensor) -> tuple[Tensor]:

@@ -5,8 +5,9 @@ import pytest
 import torch
 from emulated_ring import joined
 
-from eagle3.attention.ring import RingAttention, SharedKeyValue
+from eagle3.attention.ring import RingAttention
 from eagle3.attention.schedule import schedule_prefix
+from eagle3.attention.shared import SharedTensor
 from eagle3.attention.ttt import TTTAttention, Ulysses
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 
@@ -28,7 +29,7 @@ def test_one_rank_of_a_ring_emulated_equals_dense_attention_of_its_queries(topol
         ]
         schedule = joined(shares, rank)
         places = schedule.key_rows.clamp(min=0)
-        shared = SharedKeyValue(torch.stack((keys[places], values[places]))[None])
+        shared = SharedTensor(torch.stack((keys[places], values[places]))[None])
         q = torch.randn(len(plan.queries), heads, dim, generator=generator, dtype=torch.float64, requires_grad=True)
         attention = TTTAttention(Ulysses(topology.alone), RingAttention(topology.alone, "gather", scale))
         out = attention(q, shared, (schedule,))[: len(rows)]
