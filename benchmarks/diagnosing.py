@@ -26,7 +26,7 @@ from torch import Tensor
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError, run_command
 from eagle3.evaluation.diagnosis import LEAST_GAIN, Measured, diagnose, measuring
-from eagle3.evaluation.known_faults import DraftReading, OtherTexts, Surroundings, layers_to_keep
+from eagle3.evaluation.known_faults import Change, DraftReading, Surroundings, layers_to_keep
 from eagle3.evaluation.prompts import choose_prompts
 from eagle3.evaluation.speculative import plain_decoding
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
@@ -130,8 +130,13 @@ def know(folder: Path, target: str) -> Known:
             step = parameter.abs().mean(-1, keepdim=True)
             parameter.data = (parameter / step).round().clamp(-1, 1) * step
     others = [
-        OtherTexts("prompts without the chat template", "", [read_text(model, *each, keep) for each in plain], EASIER),
-        OtherTexts("the target in two bits", "", [read_text(coarse, *each, keep) for each in answered]),
+        Change(
+            "prompts without the chat template",
+            "",
+            {"texts": [read_text(model, *each, keep) for each in plain]},
+            EASIER,
+        ),
+        Change("the target in two bits", "", {"texts": [read_text(coarse, *each, keep) for each in answered]}),
     ]
     around = Surroundings(model.head.embedding, {}, others)
     return Known(texts, around, measuring(model.head, topology.modules_alone, DRAFT_TOKENS))
@@ -156,8 +161,8 @@ def diagnoses(folder: Path) -> list[dict[str, Any]]:
             read = {fault: plant_all(sound, plants, known.around) for fault, plants in cases.items()}
             arounds = dict.fromkeys(read, replace(known.around, others=())) | {"none": known.around}
             for other in known.around.others:
-                read[other.name] = sound._replace(texts=other.texts), ["the texts as they were"]
-                as_they_were = other._replace(name="the texts as they were", texts=known.texts)
+                read[other.name] = sound._replace(**other.fields), ["the texts as they were"]
+                as_they_were = other._replace(name="the texts as they were", fields={"texts": known.texts})
                 arounds[other.name] = replace(known.around, others=[as_they_were])
             for fault, planted in read.items():
                 if planted is not None and fault not in done:

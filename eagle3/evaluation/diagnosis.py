@@ -5,7 +5,7 @@ raises the mean number of accepted drafts by LEAST_GAIN, and beyond a 95% interv
 best such change is made, and all others are tried again on top of it, so that several faults are named in turn.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import field, replace
 from typing import NamedTuple
 
@@ -17,19 +17,22 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from eagle3.console import Say, counted
+from eagle3.draft.interchange import ExportedDraft
 from eagle3.draft.rope import RotaryEmbedding, Rotation
 from eagle3.errors import UserError
 from eagle3.evaluation.drafter import draft_of
-from eagle3.evaluation.evidence import Evidence, Vocabulary, evidence_of
 from eagle3.evaluation.intervals import gain_interval
 from eagle3.evaluation.known_faults import HEAD, DraftReading, Surroundings, changes
-from eagle3.evaluation.teacher_forced import HEAD_SCALES, ForcedDrafts, forced_drafts
+from eagle3.evaluation.teacher_forced import HEAD_SCALES, ForcedDrafts, WrittenText, forced_drafts
+from eagle3.objective.chains import contexts_up_to
 from eagle3.targets.checkpoint import without_warnings
 from eagle3.targets.logits import TargetHead
 
 LEAST_GAIN = 0.05  # accepted drafts
 MOST_FAULTS, MOST_RIVALS = 4, 3
 CLEARLY_SCALED = 4.0  # a factor on the logits, or its inverse, from which on a better one is told
+SOUND, SOUND_LATER = 0.5, 0.4  # shares from which on a draft without a known fault is called sound
+Vocabulary = Callable[[int], str]  # the text of a token
 
 
 class Measured(NamedTuple):
@@ -82,6 +85,46 @@ class ChangeEffect:
 
 
 @dataclass(frozen=True)
+class AcceptedShare:
+    """First drafts in one group of places."""
+
+    group: str
+    places: int
+    accepted: float  # share of the places
+
+
+@dataclass(frozen=True)
+class Evidence:
+    by_position: list[float]  # share of the chains that reach draft i + 1 and have it accepted
+    coverage: float  # share of the target's tokens that the draft vocabulary has: no draft accepts more
+    by_context: list[AcceptedShare]
+    by_token: list[AcceptedShare]
+    by_entropy: list[AcceptedShare]  # of the target's distribution, in quarters of the places
+
+    @property
+    def sound(self) -> bool:
+        """Whether at least half of the first drafts are accepted, and of the later ones not much fewer."""
+        return self.by_position[0] >= SOUND and min(self.by_position) >= SOUND_LATER
+
+    def lines(self) -> list[str]:
+        """The evidence in words."""
+        chances = " ".join(f"{share:.2f}" for share in self.by_position)
+        return [
+            f"accepted at draft position 1..{len(self.by_position)}, of those that get there: {chances}",
+            f"the draft vocabulary has {self.coverage:.1%} of the target's tokens there",
+            *(
+                f"first drafts accepted by {name}: "
+                + ", ".join(f"{share.group} {share.accepted:.2f} ({share.places:,})" for share in shares)
+                for name, shares in (
+                    ("context", self.by_context),
+                    ("token", self.by_token),
+                    ("entropy of the target", self.by_entropy),
+                )
+            ),
+        ]
+
+
+@dataclass(frozen=True)
 class Diagnosis:
     draft_tokens: int
     accepted_drafts: float  # per place, as the draft is
@@ -126,12 +169,13 @@ def diagnose(
     while len(faults) < MOST_FAULTS:
         trials: dict[ChangeEffect, tuple[DraftReading, Measured]] = {}
         for change in changes(seen, around, draft_tokens):
-            measured = measure(change.reading)
+            changed = seen._replace(**change.fields)
+            measured = measure(changed)
             interval = gain_interval(now.counts, measured.counts, seed=0)
             least = max(LEAST_GAIN, change.least_share * now.accepted)
             finding = ChangeEffect(change.name, change.remedy, now.accepted, measured.accepted, interval, least)
             report(f"{change.name}: {measured.accepted:.2f}")
-            trials[finding] = change.reading, measured
+            trials[finding] = changed, measured
         tried = tried or sorted(trials, key=lambda finding: -finding.gain)
         explaining = [finding for finding in trials if finding.explains]
         if not explaining:
@@ -184,3 +228,66 @@ class _Clamped:
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         return self.rope.at(positions.clamp(max=self.last), dtype)
+
+
+# What acceptance depends on ------------------------------------------------------------------------------------------
+
+
+def evidence_of(
+    texts: Sequence[WrittenText],
+    forced: Sequence[ForcedDrafts],
+    exported: ExportedDraft,
+    vocabulary: Vocabulary,
+    draft_tokens: int,
+) -> Evidence:
+    """Group the first drafts at all places, of which there are some. vocabulary: of the target."""
+    accepted = torch.cat([each.accepted for each in forced])
+    places = [len(each.accepted) for each in forced]
+    first = accepted > 0
+
+    def at_places(of: Callable[[WrittenText], Tensor], offset: int) -> Tensor:
+        """One value for each place: that of token P + i + offset."""
+        return torch.cat([of(text)[text.prompt + offset :][:count] for text, count in zip(texts, places, strict=True)])
+
+    tokens = at_places(lambda text: text.ids, 1)  # those that the first drafts had to guess
+    contexts = at_places(lambda text: torch.arange(len(text.ids)), 1)
+    entropy = at_places(lambda text: text.entropy, 0)
+    reached = [int((accepted >= step).sum()) for step in range(draft_tokens + 1)]
+    kinds = {int(token): kind_of(vocabulary(int(token))) for token in tokens.unique()}
+    names = [kinds[int(token)] for token in tokens]
+    quarters = entropy.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
+    return Evidence(
+        by_position=[now / max(1, before) for before, now in zip(reached, reached[1:], strict=False)],
+        coverage=float(exported.t2d[tokens].double().mean()),
+        by_context=_between(first, contexts, contexts_up_to(int(contexts.max())), "{:,}"),
+        by_token=_shares(
+            first, [(kind, torch.tensor([name == kind for name in names])) for kind in sorted(set(names))]
+        ),
+        by_entropy=_between(first, entropy, quarters, "{:.2g}"),
+    )
+
+
+def kind_of(text: str) -> str:
+    """A coarse class of a token."""
+    bare = text.strip()
+    if not bare:
+        return "blank"
+    if bare.isdigit():
+        return "number"
+    if not any(letter.isalnum() for letter in bare):
+        return "sign"
+    return "word" if text[0].isspace() else "part of a word"
+
+
+def _between(first: Tensor, values: Tensor, edges: Sequence[float], form: str) -> list[AcceptedShare]:
+    """One group for the values up to each edge, and one for those above the last. Edges may print alike."""
+    group = torch.bucketize(values, torch.tensor(edges))
+    names = [*(f"to {form.format(edge)}" for edge in edges), *(f"above {form.format(edge)}" for edge in edges[-1:])]
+    return _shares(first, [(name, group == place) for place, name in enumerate(names)])
+
+
+def _shares(first: Tensor, groups: Sequence[tuple[str, Tensor]]) -> list[AcceptedShare]:
+    """The groups that have places, which together are all places."""
+    return [
+        AcceptedShare(name, int(mask.sum()), float(first[mask].double().mean())) for name, mask in groups if mask.any()
+    ]

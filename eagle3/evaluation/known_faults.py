@@ -42,13 +42,13 @@ class DraftReading(NamedTuple):
         return states[rows.clamp(0, len(states) - 1)]
 
 
-class OtherTexts(NamedTuple):
-    """The same conversations in another form."""
+class Change(NamedTuple):
+    """What undoes one fault."""
 
     name: str
-    remedy: str
-    texts: Sequence[WrittenText]
-    least_share: float = 0.0  # as in Change
+    remedy: str  # what to write where
+    fields: dict[str, Any]  # of a DraftReading, as they would be without the fault
+    least_share: float = 0.0  # share of the acceptance that it must add; for texts that may be easier in any case
 
 
 @dataclass(frozen=True)
@@ -57,16 +57,7 @@ class Surroundings:
 
     embedding: Tensor  # [V, Ht]: the target's
     rope: dict[str, Any]  # the target's rope parameters; empty if a draft cannot have them
-    others: Sequence[OtherTexts] = ()
-
-
-class Change(NamedTuple):
-    """A reading as it would be without one fault."""
-
-    name: str
-    remedy: str  # what to write where
-    reading: DraftReading
-    least_share: float = 0.0  # share of the acceptance that it must add; for texts that may be easier in any case
+    others: Sequence[Change] = ()  # the same conversations in another form: other `texts`
 
 
 def layers_to_keep(layers: Sequence[int], count: int) -> list[int]:
@@ -83,14 +74,12 @@ def changes(reading: DraftReading, around: Surroundings, draft_tokens: int) -> I
     yield from _of_norms(reading)
     yield from _of_weights(reading, around.embedding)
     yield from _of_window(reading, draft_tokens)
-    for other in around.others:
-        if other.texts is not reading.texts:
-            yield Change(other.name, other.remedy, reading._replace(texts=other.texts), other.least_share)
+    yield from (other for other in around.others if other.fields["texts"] is not reading.texts)
 
 
 def _exported(reading: DraftReading, name: str, remedy: str, **fields: Any) -> Change:
-    """A reading of a draft of which these fields are others."""
-    return Change(name, remedy, reading._replace(exported=replace(reading.exported, **fields)))
+    """A draft of which these fields are others."""
+    return Change(name, remedy, {"exported": replace(reading.exported, **fields)})
 
 
 def _configured(reading: DraftReading, name: str, remedy: str, **values: Any) -> Change:
@@ -120,7 +109,7 @@ def _of_states(reading: DraftReading) -> Iterator[Change]:
             f"the hidden states of the token {which}",
             f"its trainer paired each token with the states of the token {which} (rows off by one): mend that, and "
             "train it again",
-            reading._replace(shift=shift),
+            {"shift": shift},
         )
 
 
@@ -154,7 +143,7 @@ def _of_rope(reading: DraftReading, targets: dict[str, Any]) -> Iterator[Change]
     kind = targets.get("rope_type", "default")
     if targets and (kind, rope["rope_type"]) != ("default", "default"):
         change = roped(f"the target's rope ({kind})", targets)
-        if change.reading.exported.config.rope_parameters != rope:
+        if change.fields["exported"].config.rope_parameters != rope:
             yield change
     longest = max(len(text.ids) for text in reading.texts)
     for clamp in sorted({*CLAMPS, config.max_position_embeddings}):
@@ -163,7 +152,7 @@ def _of_rope(reading: DraftReading, targets: dict[str, Any]) -> Iterator[Change]
                 f"positions clamped at {clamp:,}",
                 f"its trainer gave all tokens after the first {clamp:,} one position (max_position_embeddings): train "
                 "it with more positions, or serve it up to there",
-                reading._replace(clamp=clamp),
+                {"clamp": clamp},
             )
 
 

@@ -19,7 +19,7 @@ from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.context_results import ContextJudgement
 from eagle3.evaluation.diagnosis import Diagnosis, diagnose, measuring
 from eagle3.evaluation.drafter import check_belongs, draft_of
-from eagle3.evaluation.known_faults import DraftReading, OtherTexts, Surroundings, layers_to_keep
+from eagle3.evaluation.known_faults import Change, DraftReading, Surroundings, layers_to_keep
 from eagle3.evaluation.results import Conditions, SpeculativeResult
 from eagle3.evaluation.speculative import DecodedConversation, chain_drafter, decode_conversations, plain_decoding
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
@@ -97,11 +97,11 @@ def diagnose_draft(
     read = []
     if others:
         read.append(
-            OtherTexts(
+            Change(
                 "the prompts in their other form",
                 "the draft was trained on prompts with the chat template where these have none, or without where these "
                 "have one: give it what it was trained on (data.chat_template, messages in place of text)",
-                _read(target, others, _answers(target, others, known.recipe.evaluation.new_tokens, console)),
+                {"texts": _read(target, others, _answers(target, others, known.recipe.evaluation.new_tokens, console))},
                 EASIER,
             )
         )
@@ -185,7 +185,7 @@ def _in_another_precision(
     texts: Sequence[WrittenText],
     topology: Topology,
     console: Console,
-) -> list[OtherTexts]:
+) -> list[Change]:
     """The same texts, read by the target in another precision; none if it cannot be loaded so."""
     other = OTHER_DTYPE.get(dtype)
     if other is None:
@@ -198,8 +198,10 @@ def _in_another_precision(
         console(f"the target in {other} was not tried ({first_sentence(error)})")
         return []
     return [
-        OtherTexts(
-            f"the target in {other}", f"set model.target_dtype={other}, and serve the target in that precision", read
+        Change(
+            f"the target in {other}",
+            f"set model.target_dtype={other}, and serve the target in that precision",
+            {"texts": read},
         )
     ]
 

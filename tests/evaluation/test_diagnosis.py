@@ -15,8 +15,7 @@ from tiny_draft import DRAFT_TOKENS, NEW_TOKENS, as_target, export_trained, rand
 
 from eagle3.draft.interchange import read_exported
 from eagle3.errors import UserError
-from eagle3.evaluation.diagnosis import Diagnosis, Measured, diagnose, measuring
-from eagle3.evaluation.evidence import evidence_of
+from eagle3.evaluation.diagnosis import Diagnosis, Measured, diagnose, evidence_of, measuring
 from eagle3.evaluation.known_faults import HEAD, DraftReading, Surroundings, layers_to_keep
 from eagle3.evaluation.teacher_forced import ForcedDrafts, WrittenText
 
