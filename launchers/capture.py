@@ -43,6 +43,7 @@ def main() -> int:
     part = parse_part("0/1" if options.part is None else options.part)
     check(options, recipe)
     if options.check:
+        Console(is_first_rank(), options.quiet)(f"{options.recipe}: recipe, files and folders are fit for a capture")
         return 0
     with StopSignals():
         try:

@@ -67,7 +67,7 @@ def write_new(options: argparse.Namespace) -> None:
             f"target {target!r}: SGLang serves no EAGLE3 drafts for {facts.architecture}, and transformers' class has "
             "no list of decoder layers under get_decoder().layers, where hidden states are read; choose another target"
         )
-    text = new_recipe_text(target, facts, options.deepspeed, options.overrides, is_installed())
+    text = new_recipe_text(target, facts, options.deepspeed, console.warn, options.overrides, is_installed())
     with writing(out, "free space, or name another file with --out"):
         out.write_text(text, encoding="utf-8")
     recipe = load_recipe(out)  # check that the new recipe can be loaded

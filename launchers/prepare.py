@@ -3,7 +3,7 @@
 import sys
 
 from eagle3.command_line import RecipeParser, from_to, slow_imports
-from eagle3.console import Console, shows_colours, tell, waiting
+from eagle3.console import Console, counted, shows_colours, tell, waiting
 from eagle3.errors import run_command
 from eagle3.preflight.inputs import require_inputs
 from eagle3.recipe.loading import load_recipe
@@ -33,7 +33,11 @@ def main() -> None:
     inputs = gather_inputs(
         find_target(recipe, torch.device("cuda" if torch.cuda.is_available() else "cpu"), console), console
     )
-    console.result(f"{len(inputs.train):,} training samples, {len(inputs.held_out):,} held out")
+    dropped = sum(sum(each.dropped.values()) for each in (inputs.train_summary, inputs.held_out_summary) if each)
+    console.result(
+        f"{counted(len(inputs.train), 'training sample')}, {len(inputs.held_out):,} held out"
+        + (f"; {counted(dropped, 'row')} dropped" if dropped else "")
+    )
     size = vocabulary_size(recipe.model.draft, inputs.known.config.vocab_size)
     vocabulary, share = choose_vocabulary(inputs.train, inputs.known.config.vocab_size, size, console)
     console.result(f"a draft vocabulary of {vocabulary.size} covers {share:.2%} of the supervised tokens")

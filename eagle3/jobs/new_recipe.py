@@ -6,10 +6,11 @@ from pathlib import Path
 
 import yaml
 
-from eagle3.console import data_size
+from eagle3.console import Say, data_size
 from eagle3.draft.config import DraftConfig, drafted_tokens
 from eagle3.errors import UserError
 from eagle3.jobs.derived import shape_draft, store_encoding
+from eagle3.jobs.gate import Gate
 from eagle3.jobs.plan import planned_step, seen_share
 from eagle3.planning.fitting import RESERVED, Fitted, PlannedStream, best_layout, longest_of_any_layout
 from eagle3.planning.step import Planned, step_seconds
@@ -50,6 +51,7 @@ def new_recipe_text(
     target: str,
     facts: TargetFacts,
     deepspeed_file: Path,
+    warn: Say,
     overrides: Sequence[str] = (),
     engine: bool = True,
 ) -> str:
@@ -58,6 +60,8 @@ def new_recipe_text(
     overrides: `section.key=value`; parallelism.ulysses or ring keeps the layout from being chosen
     engine: use SGLang if it can serve the target. If False, transformers runs the target during training, unless it
         needs several GPUs or its head is quantised.
+
+    warn: gets a line for what works, but is seldom meant
 
     Raises UserError if no draft can be derived, naming the override that would help, or if the overrides do not fit
     together.
@@ -91,8 +95,10 @@ def new_recipe_text(
     values["data"].setdefault("max_length", min(CONTEXTS[1], context))
     _lay_out(values, facts, deepspeed_file)
     recipe = _recipe(values)
-    # refuses what train.py would
-    planned_step(recipe, shape_draft(recipe, facts.config), NODE, deepspeed_file, packed=True)
+    draft = shape_draft(recipe, facts.config)
+    # refuse what train.py would
+    Gate(recipe, warn, training=True).know(config=facts.config, draft=draft)
+    planned_step(recipe, draft, NODE, deepspeed_file, packed=True)
     head = (
         f"An EAGLE3 draft for {target} ({model_size(facts.parameters)}). Edit it, and run plan.py, prepare.py, "
         "capture.py, train.py with it; docs/new-model.md goes through every part. Drafts learn best from the target's "

@@ -4,6 +4,7 @@ ways for ranks to agree."""
 import datetime
 import hashlib
 import os
+import signal
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -180,8 +181,11 @@ def _own_device() -> torch.device:
 
 @contextmanager
 def meeting() -> Iterator[None]:
-    """Wraps a job's first exchanges. If a process never joins, the error on the others becomes a message to the
-    user."""
+    """Wraps a job's first exchanges. If a process never joins, the error on the others becomes a message to the user.
+    Ctrl-C ends the process at once, since torch waits where Python's handlers do not run."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     except RuntimeError as error:
@@ -193,6 +197,8 @@ def meeting() -> Iterator[None]:
             "another process ended before and what it printed, and whether all nodes can reach that address; if "
             "another job holds that port, pass --master_port to deepspeed"
         ) from error
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def is_broken(error: RuntimeError) -> bool:

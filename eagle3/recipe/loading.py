@@ -38,9 +38,11 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     path = Path(path)
     try:
         exists = path.is_file()
+        near = difflib.get_close_matches(path.name, (each.name for each in path.parent.glob("*.yaml")), n=1)
+        example = path.parent.joinpath(*near) if near else "recipes/quickstart.yaml"
         for wrong, flaw in (
             (path.is_dir(), f"is a folder, not a recipe; {NAME}"),
-            (not exists, f"no such recipe; {NAME}, for example recipes/quickstart.yaml"),
+            (not exists, f"no such recipe; {NAME}, for example {example}"),
             (path.suffix in (".jsonl", ".parquet"), f"is data, not a recipe; name it in one, as data.train=[{path}]"),
             (exists and path.stat().st_size > LARGEST, f"has more than {LARGEST:,} bytes, which no recipe has; {NAME}"),
         ):

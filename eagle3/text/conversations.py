@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,8 @@ def dataset_of(source: str) -> DatasetSource | None:
     elif path.exists():
         if not _files(path):
             raise UserError(f"{source}: holds no {', '.join(KINDS)} file; convert it to one of these, or name another")
+    elif meant := get_close_matches(source.partition(":")[0], ("preset", "standard_library", "demo_answers"), 1, 0.8):
+        raise UserError(f"{source}: no such file, folder or source; if you mean {meant[0]}, write it so")
     elif path.suffix not in (*KINDS, ".csv", ".txt", ".gz") and (dataset := source_of_id(source)):
         return dataset
     else:

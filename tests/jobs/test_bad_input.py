@@ -13,7 +13,7 @@ import pytest
 import torch
 from drafts import export
 from jobs import inputs_of, job_of
-from places import ZERO2
+from places import RECIPES, ZERO2
 from safetensors.torch import save_file
 from tiny_run import conversations, deepspeed, finish, launch, make_target, write_recipe
 from transformers import AutoConfig
@@ -139,7 +139,11 @@ def test_a_missing_recipe_is_named(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("{}\n{}\n", encoding="utf-8")
     for path, what in (
-        (tmp_path / "nowhere.yaml", "no such recipe; name a YAML file with --recipe"),
+        (
+            tmp_path / "nowhere.yaml",
+            "no such recipe; name a YAML file with --recipe, for example recipes/quickstart.yaml$",
+        ),
+        (RECIPES / "quikstart.yaml", f"no such recipe; .* for example {RECIPES}/quickstart.yaml$"),
         (tmp_path, "is a folder, not a recipe; name a YAML file with --recipe"),
         (rows, "is data, not a recipe; name it in one, as data.train="),
     ):

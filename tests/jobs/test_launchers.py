@@ -66,6 +66,8 @@ def test_a_preview_counts_what_was_dropped(launcher, recipe, tmp_path):
     assert code == 0 and "8 of 9 samples" in printed
     assert f"1 dropped: no assistant turn (first {data}:1)" in printed
     assert "--- sample" not in printed
+    quiet = launcher("prepare.py", "--recipe", recipe, f"data.train=[{data}]", "data.unusable=drop", "--quiet")
+    assert "held out; 1 row dropped" in quiet[1]
 
 
 def test_a_second_capture_captures_nothing(recipe, topology):

@@ -2,13 +2,17 @@
 
 import json
 import shutil
+import signal
 import socket
 import sys
+import time
+from contextlib import suppress
 from functools import partial
 
 import pytest
 from places import RECIPES, ZERO2
 from privileges import file_modes_count
+from processes import free_port
 from tiny_run import finish, launch, write_recipe
 
 from eagle3.errors import UserError
@@ -123,3 +127,15 @@ def test_a_port_that_another_job_holds_is_said_with_the_remedy():
     assert "OMP_WAIT_POLICY = 'PASSIVE'" in output or shutil.which("nvidia-smi")
     (line,) = [line for line in output.splitlines() if line.startswith("error:")]
     assert "cannot meet the others" in line and "--master_port" in line and "Traceback" not in output
+
+
+def test_ctrl_c_ends_a_process_that_waits_for_others():
+    port = free_port()
+    job = ("RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=0", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}")
+    process = launch("env", "--default-signal=INT", *job, sys.executable, "launchers/train.py", "parallelism.ring=2")
+    while process.poll() is None:
+        with suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    finish(process, -signal.SIGINT)

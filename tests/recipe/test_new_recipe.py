@@ -125,7 +125,7 @@ def test_keys_on_the_command_line_make_a_recipe_where_a_config_tells_too_little(
 
 def text_for(family: str, *overrides: str, **options) -> str:
     """A new recipe for a target with the family's published config."""
-    return new_recipe_text("owner/model", read_facts(str(FAMILIES / family)), ZERO2, overrides, **options)
+    return new_recipe_text("owner/model", read_facts(str(FAMILIES / family)), ZERO2, print, overrides, **options)
 
 
 def test_a_target_beyond_one_node_asks_for_servers():
@@ -223,6 +223,7 @@ def test_a_recipe_that_names_an_unknown_architecture_fails_with_what_is_missing(
         ((*QWEN3, "--out", "x.yaml", "data=3"), "data"),
         ((*QWEN3, "--out", "x.yaml", "training.global_batch_size=4"), "global_batch_size"),
         ((*QWEN3, "--out", "x.yaml", "parallelism.ring=5"), "ring 5"),
+        ((*QWEN3, "--out", "x.yaml", "model.draft.window=2"), "a window of 2 keys cannot hold a chain"),
         ((*QWEN3, "--out", "absent/x.yaml"), "there is no folder absent"),
         (("--target", "./absent", "--out", "x.yaml"), "no such folder"),
     ],
