@@ -25,7 +25,7 @@ from torch import Tensor
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import run_command
-from eagle3.kernels.choice import Candidates
+from eagle3.kernels.choice import candidates_for, prove
 from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan
@@ -50,9 +50,9 @@ STEP_BOUNDS = {torch.bfloat16: (1e-2, 1e-1), torch.float32: (1e-5, 1e-3)}
 def try_kernels(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
     topology = start(device)
     for name, demand in {"tiny": TINY}.items() if tiny else DEMANDS.items():
-        candidates = Candidates.of(demand, topology.device)
+        candidates = candidates_for(demand, topology.device)
         timed = topology.device.type == "cuda"
-        table = candidates.prove(demand, topology.alone, topology.device, timed)
+        table = prove(candidates, demand, topology.alone, topology.device, timed)
         for kind, verdicts in table.items():
             for verdict in verdicts:
                 yield {"draft": name, "kind": kind, "within_bound": verdict.right} | verdict._asdict()

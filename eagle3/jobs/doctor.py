@@ -14,12 +14,13 @@ from eagle3.jobs.gate import require_divisible
 from eagle3.kernels.choice import (
     NONE_RIGHT,
     OPTIONAL,
-    Candidates,
     Table,
     agreement,
+    candidates_for,
     described,
     fastest,
     parsed,
+    prove,
 )
 from eagle3.kernels.proof import KernelDemand
 from eagle3.parallel.topology import Topology
@@ -75,11 +76,11 @@ def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Itera
     demand, device = KernelDemand(**sizes, dtype=getattr(torch, recipe.training.dtype)), topology.device
     timed = device.type == "cuda"
 
-    def prove() -> Table:
-        candidates = Candidates.of(demand, device, recipe.training.kernels)
-        return candidates.prove(demand, topology.alone, device, timed)
+    def proven_here() -> Table:
+        candidates = candidates_for(demand, device, recipe.training.kernels)
+        return prove(candidates, demand, topology.alone, device, timed)
 
-    proven = cluster.ask("kernels", prove, "set training.kernels to auto, and look at nvidia-smi there")
+    proven = cluster.ask("kernels", proven_here, "set training.kernels to auto, and look at nvidia-smi there")
     for kind, verdicts in agreement([*map(parsed, proven.values())]).items():
         if not verdicts:
             continue  # blocks of this kind are cut into others

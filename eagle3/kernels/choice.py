@@ -19,9 +19,8 @@ from eagle3.console import Console
 from eagle3.draft.pointwise import pointwise_candidates
 from eagle3.durable import Lock, lock
 from eagle3.errors import SharedUserError
-from eagle3.kernels.blocks import prove_blocks
+from eagle3.kernels.attention import prove_blocks, prove_own
 from eagle3.kernels.loss import prove_loss
-from eagle3.kernels.own import prove_own
 from eagle3.kernels.pointwise import prove_pointwise
 from eagle3.kernels.proof import KernelDemand, KernelVerdict
 from eagle3.objective.distill import loss_candidates
@@ -34,56 +33,47 @@ OPTIONAL = ("banded", "windowed")  # kinds of block that can be cut into others
 FLASH4_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE"
 NONE_RIGHT = "free memory of the GPU, update torch and the driver, or use another GPU"  # remedy
 
-Table = Mapping[str, Sequence[KernelVerdict]]  # verdicts by kind of block, and for `OTHERS`
-Names = Mapping[str, str | None]  # of the kernels that are used, likewise
+# By kind of block, and for `OTHERS`: the kernels that may be used, the usual ones first; the verdicts on them; and the
+# names of those that are used.
+Candidates = Mapping[str, Sequence[Any]]
+Table = Mapping[str, Sequence[KernelVerdict]]
+Names = Mapping[str, str | None]
 
 
-@dataclass(frozen=True)
-class Candidates:
-    """The kernels that may be used, by kind of block and for own keys, position-wise work and the loss; the usual ones
-    first."""
+def candidates_for(demand: KernelDemand, device: torch.device, pinned: str = "auto") -> Candidates:
+    """pinned: name of the kernel to use for all that it can compute. Raises SharedUserError if that is nothing."""
+    candidates = block_candidates(device, demand.dtype, demand.head_dim) | {
+        OWN: own_candidates(device, demand.dtype) if demand.steps > 1 else [],
+        POINTWISE: pointwise_candidates(device, demand.dtype) if demand.steps else [],
+        LOSS: loss_candidates(device, demand.dtype) if demand.columns else [],
+    }
+    if demand.window is None:
+        candidates["windowed"] = []
+    return candidates if pinned == "auto" else _pinned(candidates, pinned)
 
-    of_kind: Mapping[str, Sequence[Any]]
 
-    @classmethod
-    def of(cls, demand: KernelDemand, device: torch.device, pinned: str = "auto") -> "Candidates":
-        """pinned: name of the kernel to use for all that it can compute. Raises SharedUserError if that is nothing."""
-        of_kind = dict(block_candidates(device, demand.dtype, demand.head_dim))
-        if demand.window is None:
-            of_kind["windowed"] = []
-        of_kind[OWN] = own_candidates(device, demand.dtype) if demand.steps > 1 else []
-        of_kind[POINTWISE] = pointwise_candidates(device, demand.dtype) if demand.steps else []
-        of_kind[LOSS] = loss_candidates(device, demand.dtype) if demand.columns else []
-        return cls(of_kind) if pinned == "auto" else cls(of_kind)._pinned(pinned)
-
-    def _pinned(self, name: str) -> "Candidates":
-        of_name = {kind: [each for each in kernels if each.name == name] for kind, kernels in self.of_kind.items()}
-        if not any(of_name.values()):
-            known = {each.name for kind, kernels in self.of_kind.items() if kind not in OTHERS for each in kernels}
-            raise SharedUserError(
-                f"training.kernels: {name!r} does not run on this device, or not in this training.dtype, or not with "
-                f"this head_dim, or is not installed; set it to {', '.join(sorted(known - {'cpu'}))} or auto"
-            )
-        # What the kernel cannot compute is left to the usual ones; bands are cut into blocks that it may compute.
-        return Candidates(
-            {kind: of_name[kind] or ([] if kind in OPTIONAL else each) for kind, each in self.of_kind.items()}
+def _pinned(candidates: Candidates, name: str) -> Candidates:
+    of_name = {kind: [each for each in kernels if each.name == name] for kind, kernels in candidates.items()}
+    if not any(of_name.values()):
+        known = {each.name for kind, kernels in candidates.items() if kind not in OTHERS for each in kernels}
+        raise SharedUserError(
+            f"training.kernels: {name!r} does not run on this device, or not in this training.dtype, or not with "
+            f"this head_dim, or is not installed; set it to {', '.join(sorted(known - {'cpu'}))} or auto"
         )
+    # What the kernel cannot compute is left to the usual ones; bands are cut into blocks that it may compute.
+    return {kind: of_name[kind] or ([] if kind in OPTIONAL else each) for kind, each in candidates.items()}
 
-    def kernels(self, names: Names) -> Kernels:
-        by_name = {kind: {each.name: each for each in kernels} for kind, kernels in self.of_kind.items()}
-        found = {kind: by_name[kind].get(name) for kind, name in names.items()}
-        others = [found.pop(kind) for kind in OTHERS]
-        return Kernels(BlockKernels(**found), *others)
 
-    @torch.enable_grad()
-    def prove(self, demand: KernelDemand, group: dist.ProcessGroup, device: torch.device, timed: bool) -> Table:
-        """Verdicts on all of them, from this rank alone. group: of this rank alone."""
-        others = {OWN: prove_own, POINTWISE: prove_pointwise, LOSS: partial(prove_loss, group=group)}
-        prove = {kind: others.get(kind) or partial(prove_blocks, kind) for kind in self.of_kind}
-        return {
-            kind: prove[kind](kernels, demand, device, timed) if kernels else []
-            for kind, kernels in self.of_kind.items()
-        }
+@torch.enable_grad()
+def prove(
+    candidates: Candidates, demand: KernelDemand, group: dist.ProcessGroup, device: torch.device, timed: bool
+) -> Table:
+    """Verdicts on all of them, from this rank alone. group: of this rank alone."""
+    others = {OWN: prove_own, POINTWISE: prove_pointwise, LOSS: partial(prove_loss, group=group)}
+    return {
+        kind: (others.get(kind) or partial(prove_blocks, kind))(kernels, demand, device, timed) if kernels else []
+        for kind, kernels in candidates.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -135,18 +125,18 @@ def choose_kernels(
 
     group: of this rank alone.
     cache: a folder for FlashAttention 4's compiled kernels.
-    pinned: see Candidates.of.
+    pinned: see candidates_for.
     before: the kernels that the job used before it was resumed. They are used again if they are still right.
 
     Raises SharedUserError if no kernel is right for something that the job needs.
     """
-    candidates = Candidates.of(demand, device, pinned)
+    candidates = candidates_for(demand, device, pinned)
     if device.type != "cuda":
-        names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.of_kind.items()}
-        return Choice(candidates.kernels(names), names, {})
+        names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.items()}
+        return Choice(_named(candidates, names), names, {})
     if cache and has_flash4(device):
         _keep_compiled(cache / "flash4")
-    table = candidates.prove(demand, group, device, timed=True)
+    table = prove(candidates, demand, group, device, timed=True)
     return pick(candidates, agreement(gathered(table, among)), before)
 
 
@@ -193,7 +183,14 @@ def pick(candidates: Candidates, table: Table, before: Names | None = None) -> C
         earlier = (before or {}).get(kind)
         kept = any(each.right and each.kernel == earlier for each in verdicts)
         names[kind] = earlier if kept else best and best.kernel
-    return Choice(candidates.kernels(names), names, table)
+    return Choice(_named(candidates, names), names, table)
+
+
+def _named(candidates: Candidates, names: Names) -> Kernels:
+    by_name = {kind: {each.name: each for each in kernels} for kind, kernels in candidates.items()}
+    found = {kind: by_name[kind].get(name) for kind, name in names.items()}
+    others = [found.pop(kind) for kind in OTHERS]
+    return Kernels(BlockKernels(**found), *others)
 
 
 def fastest(verdicts: Sequence[KernelVerdict]) -> KernelVerdict | None:

@@ -1,14 +1,13 @@
 """Proves kernels for SwiGLU and the rotation of heads (see proof.py)."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from eagle3.draft.pointwise import Pointwise
 from eagle3.draft.rope import Rotation
-from eagle3.kernels.proof import BOUNDS, TIMED_ROWS, Case, KernelDemand, KernelVerdict, judge
+from eagle3.kernels.proof import TIMED_ROWS, Case, KernelDemand, KernelVerdict, drawing, judge
 
 ROWS, WIDTH, TIMED_WIDTH = 37, 1100, 2**13  # of a case; its width is not a multiple of a program's
 
@@ -18,61 +17,40 @@ def prove_pointwise(
 ) -> list[KernelVerdict]:
     heads, kv_heads = demand.own_heads
     every = (heads, kv_heads, kv_heads)
-    parts = ((heads,), (kv_heads, kv_heads), every)
-    inputs = [_PointwiseInputs.random(demand, each, ROWS, WIDTH, device) for each in parts]
-    cases = [Case(each.run, each.define(), BOUNDS[demand.dtype], {}) for each in inputs]
-    large = _PointwiseInputs.random(demand, every, TIMED_ROWS, TIMED_WIDTH, device) if timed else None
-    return judge(kernels, cases, large and large.run, device)
+    cases = [_case(demand, device, each, ROWS, WIDTH) for each in ((heads,), (kv_heads, kv_heads), every)]
+    large = _case(demand, device, every, TIMED_ROWS, TIMED_WIDTH) if timed else None
+    return judge(kernels, cases, large, demand, device)
 
 
-class _PointwiseInputs(NamedTuple):
-    """Inputs of both, with the gradients of their results."""
+def _case(demand: KernelDemand, device: torch.device, heads: Sequence[int], rows: int, width: int) -> Case:
+    """Both, with the gradients of their results."""
+    draw, head_dim = drawing(demand, device, seed=rows), demand.head_dim
+    x, d_out = draw(rows, 2 * width), draw(rows, width)
+    projected = draw(rows, sum(heads) * head_dim, dtype=demand.exact)
+    angles = draw(rows, 1, head_dim // 2, dtype=demand.exact)
+    d_parts, rotation = [draw(rows, each, head_dim) for each in heads], Rotation(angles.cos(), angles.sin())
 
-    x: Tensor  # [tokens, 2I]
-    d_out: Tensor  # [tokens, I]
-    projected: Tensor  # [tokens, sum(heads) * d], in fp32 or wider, like the angles
-    angles: Tensor  # [tokens, 1, d / 2]
-    d_parts: Sequence[Tensor]  # each [tokens, heads, d]
-
-    @classmethod
-    def random(
-        cls, demand: KernelDemand, heads: Sequence[int], rows: int, width: int, device: torch.device
-    ) -> "_PointwiseInputs":
-        generator, exact = torch.Generator(device).manual_seed(rows), torch.promote_types(demand.dtype, torch.float32)
-
-        def draw(*shape: int, dtype: torch.dtype = demand.dtype) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-        head_dim = demand.head_dim
-        return cls(
-            draw(rows, 2 * width),
-            draw(rows, width),
-            draw(rows, sum(heads) * head_dim, dtype=exact),
-            draw(rows, 1, head_dim // 2, dtype=exact),
-            [draw(rows, each, head_dim) for each in heads],
-        )
-
-    def run(self, kernel: Pointwise) -> tuple[Tensor, ...]:
+    def run(kernel: Pointwise) -> tuple[Tensor, ...]:
         """SwiGLU and its gradient, the rotated parts as one tensor, and their gradient."""
-        rotation, heads = Rotation(self.angles.cos(), self.angles.sin()), [part.shape[1] for part in self.d_parts]
-        parts = kernel.rotate(self.projected, rotation, heads, self.x.dtype)
-        out, d_x = kernel.swiglu(self.x), kernel.swiglu_backward(self.d_out, self.x)
-        return out, d_x, torch.cat(parts, 1), kernel.rotate_backward(self.d_parts, rotation)
+        parts = kernel.rotate(projected, rotation, heads, demand.dtype)
+        out, d_x = kernel.swiglu(x), kernel.swiglu_backward(d_out, x)
+        return out, d_x, torch.cat(parts, 1), kernel.rotate_backward(d_parts, rotation)
 
-    def define(self) -> dict[str, Tensor]:
-        """What `run` should return, by autograd, in fp64 on the CPU."""
-        x, d_out, projected, angles, *d_parts = (each.cpu().double() for each in (*self[:-1], *self.d_parts))
-        x, projected = (each.clone().requires_grad_() for each in (x, projected))
-        gate, up = x.chunk(2, 1)
+    def define() -> dict[str, Tensor]:
+        leaves = [each.cpu().double().clone().requires_grad_() for each in (x, projected)]
+        gate, up = leaves[0].chunk(2, 1)
         out = gate / (1 + (-gate).exp()) * up
-        whole, turning = projected.unflatten(1, (-1, 2 * angles.shape[-1])), d_parts[:-1] or d_parts
-        count = sum(part.shape[1] for part in turning)
-        turned = torch.complex(*whole[:, :count].chunk(2, -1)) * torch.polar(torch.ones_like(angles), angles)
-        parts = torch.cat((torch.cat((turned.real, turned.imag), -1), whole[:, count:]), 1)
-        d_x, d_projected = torch.autograd.grad((out, parts), (x, projected), (d_out, torch.cat(d_parts, 1)))
+        whole, turning = leaves[1].unflatten(1, (-1, head_dim)), sum(heads[:-1] or heads)
+        exact = angles.cpu().double()
+        turned = torch.complex(*whole[:, :turning].chunk(2, -1)) * torch.polar(torch.ones_like(exact), exact)
+        parts = torch.cat((torch.cat((turned.real, turned.imag), -1), whole[:, turning:]), 1)
+        upstream = [each.cpu().double() for each in (d_out, torch.cat(d_parts, 1))]
+        d_x, d_projected = torch.autograd.grad((out, parts), leaves, upstream)
         return {
             "SwiGLU": out.detach(),
             "SwiGLU's gradient": d_x,
             "rotation": parts.detach(),
             "rotation's gradient": d_projected,
         }
+
+    return Case(run, define)

@@ -9,6 +9,7 @@ import math
 import timeit
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -58,6 +59,11 @@ class KernelDemand:
         )
 
     @property
+    def exact(self) -> torch.dtype:
+        """The format of sums."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
     def own_heads(self) -> tuple[int, int]:
         """Those of own keys and position-wise work."""
         return self.undealt or (self.heads, self.kv_heads)
@@ -87,33 +93,37 @@ class Case(NamedTuple):
     """A call, and what the definition says of its results."""
 
     run: Callable[[Any], Sequence[Tensor]]  # with a kernel
-    expected: Mapping[str, Tensor]  # each result by name, in fp64 on the CPU
-    bound: float  # of the results' errors
-    bounds: Mapping[str, float]  # of those results that have another
+    define: Callable[[], Mapping[str, Tensor]]  # each result by name, in fp64 on the CPU
+    bounds: Mapping[str, float] = {}  # of the errors of results that have another than their format's
+
+
+def drawing(demand: KernelDemand, device: torch.device, seed: int) -> Callable[..., Tensor]:
+    """A function that draws a tensor of normal numbers, by default in the job's format."""
+    return partial(torch.randn, generator=torch.Generator(device).manual_seed(seed), device=device, dtype=demand.dtype)
 
 
 def judge(
-    kernels: Sequence[Any], cases: Sequence[Case], timed: Callable[[Any], Any] | None, device: torch.device
+    kernels: Sequence[Any], cases: Sequence[Case], timed: Case | None, demand: KernelDemand, device: torch.device
 ) -> list[KernelVerdict]:
-    """Verdicts on the kernels from these cases. timed: a call for the clock."""
-    return [_verdict(kernel, cases, timed, device) for kernel in kernels]
+    """Verdicts on the kernels from these cases. timed: one for the clock alone."""
+    expected, bound = [case.define() for case in cases], BOUNDS[demand.dtype]
 
+    def verdict(kernel: Any) -> KernelVerdict:
+        """Whatever a kernel raises is its own failure."""
+        worst, usual = 0.0, {"lse": min(LSE_BOUND, bound)}
+        try:
+            for case, results in zip(cases, expected, strict=True):
+                for (name, right), actual in zip(results.items(), case.run(kernel), strict=True):
+                    error, most = _error(actual, right), (usual | case.bounds).get(name, bound)
+                    worst = max(worst, error / most)
+                    if not error <= most:
+                        return KernelVerdict(kernel.name, worst, f"{name} is off by {error:.1e} (bound {most:.1e})")
+            seconds = seconds_of(partial(timed.run, kernel), device) if timed else None
+            return KernelVerdict(kernel.name, worst, seconds=seconds)
+        except Exception as error:  # a compiler's, a driver's, a library's: none of them may end the job
+            return KernelVerdict(kernel.name, float("inf"), raised(error))
 
-def _verdict(
-    kernel: Any, cases: Sequence[Case], timed: Callable[[Any], Any] | None, device: torch.device
-) -> KernelVerdict:
-    """Whatever a kernel raises is its own failure."""
-    worst = 0.0
-    try:
-        for case in cases:
-            for (name, expected), actual in zip(case.expected.items(), case.run(kernel), strict=True):
-                error, bound = _error(actual, expected), case.bounds.get(name, case.bound)
-                worst = max(worst, error / bound)
-                if not error <= bound:
-                    return KernelVerdict(kernel.name, worst, f"{name} is off by {error:.1e} (bound {bound:.1e})")
-        return KernelVerdict(kernel.name, worst, seconds=seconds_of(lambda: timed(kernel), device) if timed else None)
-    except Exception as error:  # a compiler's, a driver's, a library's: none of them may end the job
-        return KernelVerdict(kernel.name, float("inf"), raised(error))
+    return [verdict(kernel) for kernel in kernels]
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:

@@ -20,19 +20,20 @@ from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.draft.rope import Rotation
 from eagle3.errors import UserError
 from eagle3.kernels import choice
+from eagle3.kernels.attention import prove_own
 from eagle3.kernels.choice import (
     LOSS,
     OTHERS,
     OWN,
     POINTWISE,
-    Candidates,
+    _pinned,
     agreement,
     changes,
     choose_kernels,
     parsed,
     pick,
+    prove,
 )
-from eagle3.kernels.own import prove_own
 from eagle3.kernels.proof import KernelDemand, KernelVerdict
 from eagle3.objective.fused import FUSED
 from eagle3.objective.softmaxes import PLAIN
@@ -49,7 +50,7 @@ def named(value) -> str:
 
 def proved(topology, of, *kernels, **changes) -> list[KernelVerdict]:
     """The verdicts on kernels for a kind of block, for own keys, position-wise work or the loss."""
-    return Candidates({of: kernels}).prove(replace(DEMAND, **changes), topology.alone, CPU, timed=False)[of]
+    return prove({of: kernels}, replace(DEMAND, **changes), topology.alone, CPU, timed=False)[of]
 
 
 @every_dtype
@@ -128,21 +129,21 @@ def test_a_wrong_kernel_is_found_out_and_said_what_of(topology, dtype, of, fault
     assert not verdict.right and reason in verdict.reason and verdict.error > 1
 
 
-def candidates(*attention, others=(PLAIN_OWN, PLAIN_POINTWISE, PLAIN)) -> Candidates:
+def candidates(*attention, others=(PLAIN_OWN, PLAIN_POINTWISE, PLAIN)) -> dict:
     of_others = {kind: [kernel] if kernel else [] for kind, kernel in zip(OTHERS, others, strict=True)}
-    return Candidates({**dict.fromkeys(KINDS, attention), "banded": [], "windowed": [], **of_others})
+    return {**dict.fromkeys(KINDS, attention), "banded": [], "windowed": [], **of_others}
 
 
 @pytest.fixture
 def small_timing(monkeypatch):
-    for room in ("blocks", "own", "pointwise", "loss"):
+    for room in ("attention", "pointwise", "loss"):
         monkeypatch.setattr(f"eagle3.kernels.{room}.TIMED_ROWS", 32)
 
 
 def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, small_timing):
     wrong, _ = ATTENTION_FAULTS[0]
     of = candidates(slow(block.CPU), wrong, block.PLAIN)
-    choice = pick(of, of.prove(DEMAND, topology.alone, CPU, timed=True))
+    choice = pick(of, prove(of, DEMAND, topology.alone, CPU, timed=True))
     assert choice.names == {**dict.fromkeys((*KINDS, *OTHERS), "plain"), "banded": None, "windowed": None}
     assert choice.kernels.blocks.causal is block.PLAIN and choice.kernels.loss is PLAIN
     assert choice.line == "attention: plain (full, causal, masked, own); pointwise: plain; loss: plain"
@@ -154,7 +155,7 @@ def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, 
 
 def test_a_resumed_job_keeps_a_kernel_that_is_still_right_and_says_what_has_changed(topology, small_timing):
     of = candidates(slow(block.CPU), block.PLAIN)
-    table = of.prove(DEMAND, topology.alone, CPU, timed=True)
+    table = prove(of, DEMAND, topology.alone, CPU, timed=True)
     before = dict.fromkeys(KINDS, "slow") | dict.fromkeys(("banded", "windowed"))
     before |= {OWN: "plain", POINTWISE: "plain", LOSS: "fused"}
     kept = pick(of, table, before).names
@@ -167,7 +168,7 @@ def test_without_a_right_kernel_there_is_no_job(topology):
     (first, _), (second, _), *_ = ATTENTION_FAULTS
     of = candidates(first, second)
     with pytest.raises(UserError, match=f"none computes full blocks .*rightly.*{first.name}: .*{second.name}: "):
-        pick(of, of.prove(DEMAND, topology.alone, CPU, timed=False))
+        pick(of, prove(of, DEMAND, topology.alone, CPU, timed=False))
 
 
 def test_a_target_without_a_loss_gets_kernels_for_its_attention_alone(topology, small_timing):
@@ -175,7 +176,7 @@ def test_a_target_without_a_loss_gets_kernels_for_its_attention_alone(topology, 
     assert choose_kernels(demand, topology.alone, CPU).kernels.loss is None
     of = candidates(block.CPU, block.PLAIN, others=(None, None, None))
     with torch.no_grad():  # as a prefill runs
-        choice = pick(of, of.prove(demand, topology.alone, CPU, timed=True))
+        choice = pick(of, prove(of, demand, topology.alone, CPU, timed=True))
     assert choice.table[LOSS] == [] and choice.kernels.loss is None and "loss" not in choice.line
 
 
@@ -214,8 +215,8 @@ def test_on_a_cpu_the_choice_is_fixed_and_a_kernel_can_be_pinned(topology, tmp_p
 
 def test_a_pinned_kernel_computes_what_it_can_and_the_usual_ones_the_rest():
     blocks = block_candidates(torch.device("cuda"), torch.bfloat16, 16)
-    of = Candidates({**blocks, OWN: [PLAIN_OWN], POINTWISE: [PLAIN_POINTWISE], LOSS: [PLAIN]})._pinned("efficient")
-    assert {kind: [each.name for each in kernels] for kind, kernels in of.of_kind.items()} == {
+    of = _pinned({**blocks, OWN: [PLAIN_OWN], POINTWISE: [PLAIN_POINTWISE], LOSS: [PLAIN]}, "efficient")
+    assert {kind: [each.name for each in kernels] for kind, kernels in of.items()} == {
         **dict.fromkeys(KINDS, ["efficient"]),
         **dict.fromkeys(("banded", "windowed"), []),
         **dict.fromkeys(OTHERS, ["plain"]),

@@ -12,7 +12,7 @@ from triton.compiler.errors import CompilationError
 from eagle3.attention.block import CPU, PLAIN, PLAIN_OWN, Kernel
 from eagle3.attention.plain import BlockGradients, BlockOutput
 from eagle3.draft.pointwise import PLAIN_POINTWISE
-from eagle3.kernels.choice import LOSS, OWN, POINTWISE, Candidates, agreement, pick
+from eagle3.kernels.choice import LOSS, OWN, POINTWISE, agreement, pick, prove
 from eagle3.kernels.proof import KernelDemand
 from eagle3.objective import softmaxes
 from eagle3.parallel.topology import Topology, gathered
@@ -144,10 +144,10 @@ def slow(kernel: Kernel) -> Kernel:
 def job(topology: Topology) -> tuple[dict, list[str]]:
     """The names of the kernels that a rank chooses, and its warnings."""
     first = CPU if topology.is_first else ATTENTION_FAULTS[0][0]._replace(name="cpu")
-    blocks = dict.fromkeys(("full", "causal", "masked"), [first, PLAIN])
-    others = {"banded": [], "windowed": [], OWN: [PLAIN_OWN], POINTWISE: [PLAIN_POINTWISE], LOSS: [softmaxes.PLAIN]}
-    candidates = Candidates({**blocks, **others})
-    table = candidates.prove(DEMAND, topology.alone, topology.device, timed=False)
+    candidates = dict.fromkeys(("full", "causal", "masked"), [first, PLAIN])
+    candidates |= {"banded": [], "windowed": [], OWN: [PLAIN_OWN], POINTWISE: [PLAIN_POINTWISE]}
+    candidates[LOSS] = [softmaxes.PLAIN]
+    table = prove(candidates, DEMAND, topology.alone, topology.device, timed=False)
     choice = pick(candidates, agreement(gathered(table)))
     return dict(choice.names), [*choice.warnings]
 
