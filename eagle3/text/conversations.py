@@ -141,7 +141,7 @@ def dataset_of(source: str) -> DatasetSource | None:
         if not _files(path):
             raise UserError(f"{source}: holds no {', '.join(KINDS)} file; convert it to one of these, or name another")
     elif meant := get_close_matches(source.partition(":")[0], ("preset", "standard_library", "demo_answers"), 1, 0.8):
-        raise UserError(f"{source}: no such file, folder or source; if you mean {meant[0]}, write it so")
+        raise UserError(f"{source}: no such file or folder; docs/data.md shows how to name {meant[0]}")
     elif path.suffix not in (*KINDS, ".csv", ".txt", ".gz") and (dataset := source_of_id(source)):
         return dataset
     else:

@@ -301,7 +301,7 @@ def test_reading_tells_how_far_it_is(hub, ask):
         ("ann/talks:a b", "no such file or folder"),
         ("ann/talks:train[:10]", "nor a dataset's id .owner/name, owner/name:split"),
         ("ann/talks/more", "no such file or folder"),
-        ("standard_libary:files", "if you mean standard_library, write it so"),
+        ("standard_libary:files", "docs/data.md shows how to name standard_library"),
     ],
 )
 def test_a_source_of_no_known_form_is_refused_without_a_network(source, message):
