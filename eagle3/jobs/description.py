@@ -21,7 +21,7 @@ from eagle3.parallel.topology import usable_cores
 from eagle3.planning.fitting import PlannedStream
 from eagle3.planning.memory import rank_bytes
 from eagle3.planning.step import Weights
-from eagle3.text.datasets import preset_source, source_of_id
+from eagle3.text.datasets import dataset_named
 from eagle3.text.prepare import Summary
 from eagle3.text.samples import SampleSet
 
@@ -103,10 +103,8 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 def hub_datasets(sources: Sequence[str]) -> list[str]:
     """Ids of the sources that are hub datasets. Files and generated data are left out."""
-    remote = [source for source in sources if not _is_here(source)]
-    hub_sources = [preset_source(source) for source in remote if source.startswith("preset:")]
-    hub_sources += filter(None, map(source_of_id, remote))
-    return list(dict.fromkeys(each.dataset.path for each in hub_sources if "/" in each.dataset.path))
+    datasets = [dataset_named(source) for source in sources if not _is_here(source)]
+    return list(dict.fromkeys(dataset.path for dataset in datasets if dataset and "/" in dataset.path))
 
 
 def _is_here(path: str) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator, model_validator
 
 from eagle3.recipe.section import Count, Fraction, LocalPath, Named, Section, no_url
-from eagle3.text.datasets import preset_source
+from eagle3.text.datasets import dataset_named
 
 # Not allowed in data.template_variables: apply_chat_template's arguments, and variables that templates get anyway.
 TEMPLATE_ARGUMENTS = (
@@ -109,7 +109,7 @@ class Data(Section):
     def _sources_fit_the_other_keys(self) -> "Data":
         for source in (*self.train_paths, *(self.held_out or [])):
             if source.startswith("preset:"):
-                preset_source(source)
+                dataset_named(source)
         if self.mixed and self.max_samples is not None:
             raise ValueError("max_samples counts rows of all sources together; with {path, weight}, give samples there")
         if self.too_long == "split" and not self.held_out and self.held_out_fraction:

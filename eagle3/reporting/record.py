@@ -23,7 +23,7 @@ from eagle3.parsing import parse_json, parse_yaml
 from eagle3.planning.payoff import PayOff
 from eagle3.recipe.loading import load_recipe
 from eagle3.sealed import unsealed
-from eagle3.text.datasets import source_of_id
+from eagle3.text.datasets import dataset_named
 from eagle3.training.run_folder import RunFolder
 
 Record = dict[str, Any]
@@ -254,7 +254,7 @@ def source_name(source: str | Record) -> str:
         share = f"{source['samples']:,} samples" if source.get("samples") else f"weight {source.get('weight')}"
         return f"{source_name(source['path'])} ({share})"
     known = source.startswith(("preset:", "demo_answers", "standard_library"))
-    return source if known or (source_of_id(source) and not Path(source).expanduser().exists()) else Path(source).name
+    return source if known or (dataset_named(source) and not Path(source).expanduser().exists()) else Path(source).name
 
 
 # Acceptance according to the records, and how numbers are written -----------------------------------------------------

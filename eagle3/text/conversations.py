@@ -1,17 +1,17 @@
 """Read conversations from files, folders, presets and dataset ids into one form, and say exactly which row is wrong."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from eagle3.console import Progress
+from eagle3.console import Progress, Say
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json
-from eagle3.text.datasets import DatasetSource, downloaded_rows, preset_source, source_of_id
+from eagle3.text.datasets import Dataset, dataset_named, downloaded_rows
 from eagle3.text.rows import (
     KINDS,
     LISTED,
@@ -73,7 +73,7 @@ def iterate_conversations(
     *,
     malformed: MalformedRows | None = None,
     downloads: Path | None = None,
-    report: Callable[[str], None] = lambda line: None,
+    report: Say = lambda line: None,
 ) -> Iterator[Conversation]:
     """Yield the conversations of all sources, one at a time and in order. A source is one of:
     - a .json, .jsonl or .parquet file, or a folder of these
@@ -128,12 +128,12 @@ def iterate_conversations(
         raise malformed.refusal(sources, count + malformed.counts.total())
 
 
-def dataset_of(source: str) -> DatasetSource | None:
+def dataset_of(source: str) -> Dataset | None:
     """The dataset that a source names; None for a local source. Raises UserError if the source is invalid, as far as
     that can be checked without reading it."""
     path = Path(source).expanduser()
     if source.startswith("preset:"):
-        return preset_source(source)
+        return dataset_named(source)
     if source.partition(":")[0] == "standard_library":
         if source not in SOURCES:
             raise UserError(f"{source}: no such part of the standard library; name one of {', '.join(SOURCES)}")
@@ -142,7 +142,7 @@ def dataset_of(source: str) -> DatasetSource | None:
             raise UserError(f"{source}: holds no {', '.join(KINDS)} file; convert it to one of these, or name another")
     elif meant := get_close_matches(source.partition(":")[0], ("preset", "standard_library", "demo_answers"), 1, 0.8):
         raise UserError(f"{source}: no such file or folder; docs/data.md shows how to name {meant[0]}")
-    elif path.suffix not in (*KINDS, ".csv", ".txt", ".gz") and (dataset := source_of_id(source)):
+    elif path.suffix not in (*KINDS, ".csv", ".txt", ".gz") and (dataset := dataset_named(source)):
         return dataset
     else:
         raise UserError(

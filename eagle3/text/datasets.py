@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, islice
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import yaml
 
-from eagle3.console import waiting
+from eagle3.console import Say, waiting
 from eagle3.errors import UserError
 from eagle3.hub import require_hub
 from eagle3.text.cache import found, replacing_folder
@@ -31,11 +31,14 @@ READ = (*HOLDS_ROW, "input", "output", "history", "system", "tools")  # the colu
 
 @dataclass(frozen=True)
 class Dataset:
-    """A dataset, as presets.yaml or an id describes it, and how its rows become those that conversations.py reads."""
+    """Rows of one split of a dataset, as presets.yaml or an id describes it, and how they become those that
+    conversations.py reads."""
 
+    source: str  # as the user named it
     path: str  # hub id, folder, or a reader of the library ("json", "parquet")
-    train: str = "train"  # name of the split
-    held_out: str | None = None  # name of the split
+    split: str = "train"
+    held_out: str | None = None  # name of the held-out split
+    revision: str | None = None
     config: str | None = None
     files: tuple[str, ...] = ()  # () for those that the dataset itself names
     # Either the column with whole conversations, in OpenAI's or ShareGPT's form:
@@ -71,41 +74,27 @@ class Dataset:
             return dict.fromkeys(row)  # its column names, for the error message
         return {column: row[column] for column in READ if column in row}
 
-
-@dataclass(frozen=True)
-class DatasetSource:
-    """Rows of one split of a dataset."""
-
-    source: str  # as the user named it
-    dataset: Dataset
-    split: str
-    revision: str | None
-
     def copy(self, folder: Path, limit: int | None) -> Path:
         """The folder for the local copy of the first `limit` rows, or of all rows."""
-        place = self.dataset
-        parts = [self.source, place.path, place.config, self.split, place.files, self.revision, place.columns, limit]
+        parts = [self.source, self.path, self.config, self.split, self.files, self.revision, self.columns, limit]
         digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
         return folder / f"{re.sub(r'[^a-zA-Z0-9]+', '-', self.source)}-{digest[:16]}"
-
-
-def source_of_id(source: str) -> DatasetSource | None:
-    """The source named by `owner/name`, `owner/name:split`, `owner/name@revision` or `owner/name:split@revision`; None
-    for a text that is no dataset id."""
-    parts = DATASET.fullmatch(source)
-    return parts and DatasetSource(source, Dataset(path=parts["id"]), parts["split"] or "train", parts["revision"])
 
 
 @cache
 def presets() -> dict[str, Dataset]:
     """All presets by name."""
     facts = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
-    return {name: Dataset(**fields) for name, fields in facts.items()}
+    return {name: Dataset(f"preset:{name}", **fields) for name, fields in facts.items()}
 
 
-def preset_source(source: str) -> DatasetSource:
-    """The source named by `preset:NAME` or `preset:NAME:held_out`, each optionally with `@REVISION`. Raises UserError
-    for an unknown name or part."""
+def dataset_named(source: str) -> Dataset | None:
+    """The dataset of `owner/name`, `owner/name:split`, `owner/name@revision` or `owner/name:split@revision`, or of
+    `preset:NAME` or `preset:NAME:held_out`, each optionally with `@REVISION`; None for a text that is no dataset id.
+    Raises UserError for an unknown preset."""
+    if not source.startswith("preset:"):
+        parts = DATASET.fullmatch(source)
+        return parts and Dataset(source, parts["id"], parts["split"] or "train", revision=parts["revision"])
     parts = PRESET.fullmatch(source)
     preset = presets().get(parts["name"]) if parts else None
     if preset is None:
@@ -113,21 +102,22 @@ def preset_source(source: str) -> DatasetSource:
             f"{source}: no such preset; write preset:NAME, preset:NAME:held_out or ...@revision, with one of the names "
             f"{', '.join(sorted(presets()))}"
         )
-    if parts["held_out"] and preset.held_out is None:
+    split = preset.held_out if parts["held_out"] else preset.split
+    if split is None:
         raise UserError(
             f"{source}: this set has no held-out split; leave data.held_out out, and data.held_out_fraction is held out"
         )
-    return DatasetSource(source, preset, preset.held_out if parts["held_out"] else preset.train, parts["revision"])
+    return replace(preset, source=source, split=split, revision=parts["revision"])
 
 
 def downloaded_rows(
-    source: DatasetSource,
+    dataset: Dataset,
     limit: int | None,
     folder: Path | None,
-    report: Callable[[str], None],
+    report: Say,
     parse: Callable[[str, Any], Row],
 ) -> Iterator[tuple[str, Row | MalformedRow]]:
-    """Yield (origin, result of `parse`) for the rows that the source's `convert` keeps, up to the `limit`-th readable
+    """Yield (origin, result of `parse`) for the rows that the dataset's `convert` keeps, up to the `limit`-th readable
     one, or for all if `limit` is None.
 
     Rows come from a copy in `folder` if an earlier call for the same number of rows, or for all rows, has written one,
@@ -140,15 +130,15 @@ def downloaded_rows(
     Raises UserError if rows cannot be loaded or copied.
     """
     if folder is None:
-        yield from first_readable(_converted(source, report), parse, limit)
+        yield from first_readable(_converted(dataset, report), parse, limit)
         return
-    copies = [source.copy(folder, count) for count in dict.fromkeys((limit, None))]
-    copy = next((copy for copy in copies if found(copy, f"{source.source}: the copy", report)), None)
+    copies = [dataset.copy(folder, count) for count in dict.fromkeys((limit, None))]
+    copy = next((copy for copy in copies if found(copy, f"{dataset.source}: the copy", report)), None)
     if copy is None:
         with replacing_folder(copies[0]) as unfinished, (unfinished / ROWS).open("w", encoding="utf-8") as lines:
-            yield from first_readable(_written(_converted(source, report), lines), parse, limit)
+            yield from first_readable(_written(_converted(dataset, report), lines), parse, limit)
         return
-    report(f"{source.source}: read from {copy}; delete it to download the rows anew")
+    report(f"{dataset.source}: read from {copy}; delete it to download the rows anew")
     with (copy / ROWS).open(encoding="utf-8") as lines:
         yield from first_readable(map(json.loads, lines), parse, limit)
 
@@ -162,40 +152,39 @@ def _written(rows: Iterable[tuple[str, Any]], lines: TextIO) -> Iterator[tuple[s
         yield origin, row
 
 
-def _converted(source: DatasetSource, report: Callable[[str], None]) -> Iterator[tuple[str, Any]]:
+def _converted(dataset: Dataset, report: Say) -> Iterator[tuple[str, Any]]:
     """Yield (origin, converted row), numbered from 1 as in the dataset. Reports how many rows were left out."""
     left_out = 0
     try:
-        for number, row in enumerate(_streamed(source, report), 1):
-            conversation = source.dataset.convert(row)
+        for number, row in enumerate(_streamed(dataset, report), 1):
+            conversation = dataset.convert(row)
             if conversation is None:
                 left_out += 1
             else:
-                yield f"{source.source} row {number}", conversation
+                yield f"{dataset.source} row {number}", conversation
     finally:  # also if the caller wants no more rows
         if left_out:
-            report(f"{source.source}: {left_out:,} rows without a question or an answer are left out")
+            report(f"{dataset.source}: {left_out:,} rows without a question or an answer are left out")
 
 
-def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[dict]:
+def _streamed(dataset: Dataset, report: Say) -> Iterator[dict]:
     # Imported here because importing them takes a second, and most data comes from files.
     from datasets import disable_progress_bars, load_dataset
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HTTPError  # that of the HTTP library that this version uses
 
-    dataset = source.dataset
     disable_progress_bars()  # they garble logs, and the reader of the rows shows its own progress
     try:
         if "/" in dataset.path and not Path(dataset.path).is_dir():
             require_hub()
-        with waiting(report, f"{source.source}: opening it"):
+        with waiting(report, f"{dataset.source}: opening it"):
             rows = iter(
                 load_dataset(
                     dataset.path,
                     dataset.config,
-                    split=source.split,
-                    data_files={source.split: list(dataset.files)} if dataset.files else None,
-                    revision=source.revision,
+                    split=dataset.split,
+                    data_files={dataset.split: list(dataset.files)} if dataset.files else None,
+                    revision=dataset.revision,
                     streaming=True,
                 )
             )
@@ -203,8 +192,8 @@ def _streamed(source: DatasetSource, report: Callable[[str], None]) -> Iterator[
         yield from map(without_nulls, chain(first_rows, rows))
     # Not retried, because the library has already done so for minutes. ValueError: an unknown name or split.
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
-        hint = "" if source.source.startswith("preset:") else "no file or folder here, and as a dataset id it "
+        hint = "" if dataset.source.startswith("preset:") else "no file or folder here, and as a dataset id it "
         raise UserError(
-            f"{source.source}: {hint}cannot be read ({type(error).__name__}: {error}); fix the name or the network, "
+            f"{dataset.source}: {hint}cannot be read ({type(error).__name__}: {error}); fix the name or the network, "
             f"or download the files of huggingface.co/datasets/{dataset.path} by hand and name those"
         ) from error

@@ -20,7 +20,7 @@ from eagle3.console import Warned
 from eagle3.errors import UserError
 from eagle3.states.store.shard import taught_rows
 from eagle3.text.cache import LOCK, RECORD, replacing_folder
-from eagle3.text.datasets import downloaded_rows, source_of_id
+from eagle3.text.datasets import dataset_named, downloaded_rows
 from eagle3.text.samples import SampleSet
 
 FORK = multiprocessing.get_context("fork")
@@ -69,7 +69,7 @@ def flip(path: Path, place: int, bit: int) -> None:
 
 
 def download(cache: Path) -> None:
-    list(downloaded_rows(source_of_id("owner/name"), None, cache / "downloads", print, lambda origin, row: row))
+    list(downloaded_rows(dataset_named("owner/name"), None, cache / "downloads", print, lambda origin, row: row))
 
 
 def run(work: Callable[..., None], *arguments: object) -> int:

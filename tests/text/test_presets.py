@@ -23,7 +23,7 @@ from prepare_cases import jsonl, turns
 
 from eagle3.errors import UserError
 from eagle3.text.conversations import read_conversations
-from eagle3.text.datasets import preset_source, presets
+from eagle3.text.datasets import dataset_named, presets
 
 Ask = Callable[..., dict[str, Any]]
 
@@ -261,8 +261,8 @@ def test_a_copy_that_is_not_as_it_was_written_is_downloaded_again_with_a_warning
 
 
 def test_a_copy_made_by_another_rule_is_not_read():
-    source = preset_source("preset:opencodeinstruct")
-    changed = replace(source, dataset=replace(source.dataset, answer="solution"))
+    source = dataset_named("preset:opencodeinstruct")
+    changed = replace(source, answer="solution")
     assert source.copy(Path(), None) != changed.copy(Path(), None)
 
 
@@ -321,6 +321,6 @@ def test_other_columns_are_left_behind_and_so_is_a_row_with_a_message_that_is_no
 def test_the_documentation_has_the_table_of_presets():
     documented = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     for name, preset in presets().items():
-        splits = " / ".join(filter(None, (preset.train, preset.held_out)))
+        splits = " / ".join(filter(None, (preset.split, preset.held_out)))
         columns = f"`{preset.columns}`" if preset.chat else preset.columns
         assert f"| `preset:{name}` | {preset.path} | {splits} | {columns} | " in documented
