@@ -12,12 +12,12 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from eagle3.console import Warned
+from eagle3.console import Say, Warned
 from eagle3.durable import Lock, file_digest, lock, writing
 from eagle3.errors import UserError
 from eagle3.sealed import DAMAGE, read_sealed, sealed
@@ -34,7 +34,7 @@ class Unresumable(UserError):
     """An error after which what was written into a resumable folder is of no more use."""
 
 
-def found(folder: Path, what: str, report: Callable[[str], None]) -> bool:
+def found(folder: Path, what: str, report: Say) -> bool:
     """Whether the folder is there, and is as it was written under this name. Warns of one that is not: it will be made
     again. what: the folder's contents, in words"""
     if not os.path.lexists(folder):

@@ -39,19 +39,15 @@ def tokenizer_identity(tokenizer: PreTrainedTokenizerBase) -> str:
     return json.dumps([type(tokenizer).__name__, code, tokenizer.get_vocab()], sort_keys=True)
 
 
-class EncodingProblem(NamedTuple):
-    kind: Literal["unusable", "too_long", "too_large"]
-    reason: str  # without anything from the sample itself, so that problems can be counted by reason
-    detail: str = ""  # about this sample
-
-
 class Outcome(NamedTuple):
     """The samples made of one conversation, or the problem that it has."""
 
     samples: Sequence[tuple[np.ndarray, np.ndarray]] = ()  # ids, int32 [T], and loss mask, bool [T], of each
     truncated: bool = False
-    problem: EncodingProblem | None = None
     empty_answers: int = 0  # how many of its answers are empty
+    problem: Literal["unusable", "too_long", "too_large"] | None = None
+    reason: str = ""  # for the problem, without anything from the sample itself, so that they can be counted by reason
+    detail: str = ""  # about this sample
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class SampleEncoder:
     tokenizer: PreTrainedTokenizerBase
     chat_template: str | None  # Jinja source; None for the tokenizer's own
     max_length: int  # tokens
-    # If a sample is too long: "truncate" cuts it, "split" cuts a text into several, the others give an EncodingProblem.
+    # If a sample is too long: "truncate" cuts it, "split" cuts a text into several, the others give a problem.
     too_long: Literal["stop", "drop", "truncate", "split"] = "stop"
     unusable: Literal["stop", "drop"] = "stop"  # samples without a mask
     malformed: Literal["stop", "drop"] = "stop"  # rows that cannot be read
@@ -71,11 +67,11 @@ class SampleEncoder:
         longest = max(LONGEST_ROW, LONGEST_TOKEN * self.max_length)
         if (characters := conversation.characters) > longest:
             reason = f"more than {longest:,} characters in one row"
-            return Outcome(problem=EncodingProblem("too_large", reason, f"{characters:,} characters"))
+            return Outcome(problem="too_large", reason=reason, detail=f"{characters:,} characters")
         try:
             encoded = encode_conversation(self.tokenizer, conversation, self.chat_template, self.choices)
         except Unusable as refusal:
-            return Outcome(problem=EncodingProblem("unusable", str(refusal)))
+            return Outcome(problem="unusable", reason=str(refusal))
         length = len(encoded.ids)
         too_long = length > self.max_length
         splits = self.too_long == "split" and conversation.messages is None and self.choices.text == "plain"
@@ -83,9 +79,9 @@ class SampleEncoder:
             reason = f"longer than {self.max_length} tokens"
             if self.too_long == "split":
                 reason += ", and a piece of a conversation would lack its question"
-            return Outcome(problem=EncodingProblem("too_long", reason, f"{length} tokens"))
+            return Outcome(problem="too_long", reason=reason, detail=f"{length} tokens")
         if length < 2:
-            return Outcome(problem=EncodingProblem("unusable", "fewer than two tokens"))
+            return Outcome(problem="unusable", reason="fewer than two tokens")
         # A supervised token teaches the draft what follows it, so the last token alone teaches nothing.
         starts = range(0, length - 1, self.max_length) if splits else (0,)
         pieces = [slice(start, start + self.max_length) for start in starts]
@@ -94,7 +90,7 @@ class SampleEncoder:
             flaw = (
                 "all supervised tokens are cut off" if too_long else "no supervised token is followed by another token"
             )
-            return Outcome(problem=EncodingProblem("unusable", flaw))
+            return Outcome(problem="unusable", reason=flaw)
         empty_answers = sum(start < self.max_length for start in encoded.empty_answers)
         return Outcome(samples, truncated=too_long and not splits, empty_answers=empty_answers)
 

@@ -48,16 +48,11 @@ def mixture(samples: SampleSet, parts: Sequence[MixedPart], seed: int) -> tuple[
     chosen, mixed = [], []
     for (source, _, weight, taken), (low, high) in zip(parts, pairwise(bounds), strict=True):
         places = np.flatnonzero((samples.indices >= low) & (samples.indices < high))
-        if not len(places):
-            raise UserError(
-                f"data.train: all samples of {source} are held out; name other data in data.held_out, or leave this "
-                "source out"
-            )
         number = round(weight * len(places)) if taken is None else taken
         if number > MOST_TIMES * len(places):
             raise UserError(
                 f"data.train: {number:,} samples of {source} are more than {MOST_TIMES:,} times its "
-                f"{counted(len(places), 'sample')}; lower samples"
+                f"{counted(len(places), 'sample')} to train on; lower samples, or leave this source out"
             )
         if not number:
             raise UserError(

@@ -8,7 +8,7 @@ import hashlib
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -16,23 +16,15 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from eagle3.console import Progress, Warned, counted, waiting, with_marks
+from eagle3.console import Progress, Say, Warned, counted, waiting, with_marks
 from eagle3.durable import write_text
 from eagle3.sealed import DAMAGE, read_sealed, sealed
 from eagle3.text.cache import Unresumable, found, replacing_folder
 from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, iterate_conversations
-from eagle3.text.encode import (
-    EncodingProblem,
-    Outcome,
-    SampleEncoder,
-    encode_all,
-    tokenizer_identity,
-    useful_processes,
-)
+from eagle3.text.encode import Outcome, SampleEncoder, encode_all, tokenizer_identity, useful_processes
 from eagle3.text.rows import LISTED, MalformedRows
 from eagle3.text.samples import Sample, SampleSet, SampleWriter
 from eagle3.text.template import Unusable, choose_template, reasoning_key, renderer
@@ -55,7 +47,7 @@ class Summary:
     tokens: int
     supervised: int
     dropped: dict[str, int] = field(default_factory=dict)  # number of dropped rows, by reason
-    # "malformed" or the EncodingProblem's kind, by reason.
+    # "malformed" or the outcome's problem, by reason.
     kinds: dict[str, str] = field(default_factory=dict)
     examples: dict[str, str] = field(default_factory=dict)  # origin of the first row dropped, by reason
     # Answers of the kept samples with nothing but special tokens and white space to supervise.
@@ -63,22 +55,18 @@ class Summary:
     cached: bool = False  # taken from the cache
 
     @classmethod
-    def of(
-        cls,
-        outcomes: Sequence[Outcome],
-        problems: Sequence[tuple[str, EncodingProblem]],
-        samples: Sequence[tuple[np.ndarray, np.ndarray]],
-    ) -> "Summary":
-        """The summary of some rows, their problems, each with its row's origin, and the samples made of them."""
+    def of(cls, rows: Sequence[Conversation], outcomes: Sequence[Outcome]) -> "Summary":
+        samples = [sample for outcome in outcomes for sample in outcome.samples]
+        problems = [(row.origin, each) for row, each in zip(rows, outcomes, strict=True) if each.problem]
         return cls(
-            rows=len(outcomes),
+            rows=len(rows),
             kept=len(samples),
             truncated=sum(outcome.truncated for outcome in outcomes),
             tokens=sum(len(ids) for ids, _ in samples),
             supervised=sum(int(loss_mask.sum()) for _, loss_mask in samples),
-            dropped=dict(Counter(problem.reason for _, problem in problems)),
-            kinds={problem.reason: problem.kind for _, problem in problems},
-            examples={problem.reason: origin for origin, problem in reversed(problems)},
+            dropped=dict(Counter(outcome.reason for _, outcome in problems)),
+            kinds={outcome.reason: outcome.problem for _, outcome in problems},
+            examples={outcome.reason: origin for origin, outcome in reversed(problems)},
             empty_answers=sum(outcome.empty_answers for outcome in outcomes),
         )
 
@@ -134,7 +122,7 @@ def prepare_samples(
     max_samples: int | None,
     workers: int | None,
     cache_dir: Path,
-    report: Callable[[str], None],
+    report: Say,
 ) -> Prepared:
     """Read, encode and mask the sources' conversations, or take the result of an earlier call from `cache_dir`. The
     cached files are compared with their digests, and made again if one does not match.
@@ -211,7 +199,7 @@ def _write(
     contents: Contents,
     encoder: SampleEncoder,
     workers: int | None,
-    report: Callable[[str], None],
+    report: Say,
 ) -> Summary:
     """Encode the rows into `folder`, after what an earlier process has written there. Raises UserError for a problem
     whose policy is not "drop"."""
@@ -224,18 +212,20 @@ def _write(
         "too_long": [encoder.too_long],
         "too_large": [encoder.too_long, encoder.malformed],
     }
-    fatal: list[tuple[str, EncodingProblem]] = []
+    fatal: list[tuple[str, Outcome]] = []
     # A tokenizer that is the checkpoint's own code cannot be sent to another process.
     processes = useful_processes(contents.rows, contents.characters, workers) if encoder.tokenizer.is_fast else 1
     with SampleWriter(folder, summary.kept, summary.tokens) as writer, progress.also_between():
         saved = time.monotonic()
         for chunk, outcomes in encode_all(encoder, islice(rows, earlier.rows, None), processes):
-            samples = [sample for outcome in outcomes for sample in outcome.samples]
-            problems = [(row.origin, each.problem) for row, each in zip(chunk, outcomes, strict=True) if each.problem]
-            fatal += [(origin, problem) for origin, problem in problems if "drop" not in policies[problem.kind]]
-            summary += Summary.of(outcomes, problems, samples)
+            summary += Summary.of(chunk, outcomes)
+            fatal += [
+                (row.origin, outcome)
+                for row, outcome in zip(chunk, outcomes, strict=True)
+                if outcome.problem and "drop" not in policies[outcome.problem]
+            ]
             if not fatal:  # otherwise only the problems still matter
-                writer.add(samples)
+                writer.add(sample for outcome in outcomes for sample in outcome.samples)
                 if time.monotonic() - saved >= SAVE_SECONDS:
                     writer.flush()
                     write_text(folder.with_name(PROGRESS), json.dumps(sealed(asdict(summary), contents.key)))
@@ -246,7 +236,7 @@ def _write(
     return summary
 
 
-def _progress(folder: Path, key: str, report: Callable[[str], None]) -> Summary:
+def _progress(folder: Path, key: str, report: Say) -> Summary:
     """What an earlier process has written into `folder`; nothing if there is none, or it is damaged."""
     if folder.with_name(PROGRESS).exists():
         try:
@@ -288,7 +278,7 @@ def _json_line(value: list) -> bytes:
     return json.dumps(value, default=str).encode() + b"\n"
 
 
-def _tell_unshown(contents: Contents, encoder: SampleEncoder, report: Callable[[str], None]) -> None:
+def _tell_unshown(contents: Contents, encoder: SampleEncoder, report: Say) -> None:
     """Warn about templates that hide or change something.
 
     A template that prints what is said but not who says it is hardly the one that the target is served with. One whose
@@ -325,16 +315,16 @@ def _tell_unshown(contents: Contents, encoder: SampleEncoder, report: Callable[[
         )
 
 
-def _refusal(fatal: list[tuple[str, EncodingProblem]]) -> Unresumable:
+def _refusal(fatal: list[tuple[str, Outcome]]) -> Unresumable:
     """The error for the first problem, with the number of problems of its kind."""
-    origin, problem = fatal[0]
-    count = sum(other.kind == problem.kind for _, other in fatal)
-    detail = f" ({problem.detail})" if problem.detail else ""
-    template_hint = " or name another template in data.chat_template," * ("chat template" in problem.reason)
+    origin, outcome = fatal[0]
+    count = sum(other.problem == outcome.problem for _, other in fatal)
+    detail = f" ({outcome.detail})" if outcome.detail else ""
+    template_hint = " or name another template in data.chat_template," * ("chat template" in outcome.reason)
     remedy = {
         "unusable": f"fix the data,{template_hint} or leave such samples out with data.unusable=drop",
         "too_long": "raise data.max_length, or set data.too_long=drop or data.too_long=truncate",
         "too_large": "cut it into several rows, or leave such rows out with data.malformed=drop",
-    }[problem.kind]
+    }[outcome.problem]
     tally = "no other sample has such a problem" if count == 1 else f"{count} samples have such a problem"
-    return Unresumable(f"{origin}: {problem.reason}{detail}; {tally}; {remedy}")
+    return Unresumable(f"{origin}: {outcome.reason}{detail}; {tally}; {remedy}")

@@ -1,7 +1,6 @@
 """The draft vocabulary: the target tokens that the draft can propose, chosen by how often the target generates them."""
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from eagle3.console import Progress
+from eagle3.console import Progress, Say
 from eagle3.draft.published import vocabulary_tables
 from eagle3.durable import require_access, write_bytes
 from eagle3.errors import UserError
@@ -45,7 +44,7 @@ class DraftVocabulary:
 
 
 def choose_vocabulary(
-    samples: SampleSet, target_vocab_size: int, size: int, report: Callable[[str], None] = lambda line: None
+    samples: SampleSet, target_vocab_size: int, size: int, report: Say = lambda line: None
 ) -> tuple[DraftVocabulary, float]:
     """Choose the `size` most frequent supervised tokens. Returns them and their coverage, i.e. the share of all
     supervised tokens that they account for.
@@ -59,9 +58,7 @@ def choose_vocabulary(
     return DraftVocabulary(torch.from_numpy(target_ids - np.arange(size)), t2d), _share(counts, target_ids)
 
 
-def coverage(
-    samples: SampleSet, vocabulary: DraftVocabulary, report: Callable[[str], None] = lambda line: None
-) -> float:
+def coverage(samples: SampleSet, vocabulary: DraftVocabulary, report: Say = lambda line: None) -> float:
     """Share of supervised tokens in the draft vocabulary; 1.0 if none is supervised. report: gets progress lines."""
     return _share(_supervised_counts(samples, len(vocabulary.t2d), report), vocabulary.target_ids.numpy())
 
@@ -86,7 +83,7 @@ def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
     return DraftVocabulary(**vocabulary_tables(d2t, t2d, size, target_vocab_size, str(path)))
 
 
-def _supervised_counts(samples: SampleSet, target_vocab_size: int, report: Callable[[str], None]) -> np.ndarray:
+def _supervised_counts(samples: SampleSet, target_vocab_size: int, report: Say) -> np.ndarray:
     """Count how often each token is supervised: int64 [target vocabulary]."""
     counts, parts = np.zeros(target_vocab_size, np.int64), [*samples.by_repetition()]
     tokens = sum(int(part.lengths.sum()) for _, part in parts)

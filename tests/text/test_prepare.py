@@ -173,10 +173,10 @@ def test_processes_give_what_one_process_gives_in_order(tokenizer):
         encoded = [*encode.encode_all(encoder, iter(rows), processes)]
         assert [row for conversations, _ in encoded for row in conversations] == rows
         together = [outcome for _, part in encoded for outcome in part]
-        return [(each.problem, [(ids.tolist(), mask.tolist()) for ids, mask in each.samples]) for each in together]
+        return [(each.reason, [(ids.tolist(), mask.tolist()) for ids, mask in each.samples]) for each in together]
 
     alone = outcomes(1)
-    assert len(alone) == 150 and alone == outcomes(2) and alone[70][0].reason == "no assistant turn"
+    assert len(alone) == 150 and alone == outcomes(2) and alone[70][0] == "no assistant turn"
     broken = encode.SampleEncoder(tokenizer, "{% for %}", 100)
     with pytest.raises(UserError, match="chat template line 1"):
         list(encode.encode_all(broken, iter(rows), 2))
