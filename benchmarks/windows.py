@@ -72,6 +72,7 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
     from live_bytes import LiveBytes, device_tensors
     from memory import WIDTH, draft_of_8b
 
+    from eagle3.parallel.rows import Reach
     from eagle3.parallel.sequence import Stream, plan_sequence
     from eagle3.states.store.reader import HiddenStateStore, RowRequest
     from eagle3.states.store.shard import Encoding
@@ -83,14 +84,14 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
     ids = torch.randint(draft.vocab_size, (tokens,), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(tokens) >= case.prompt
     (sample,) = SampleSet.pack([(ids.int().numpy(), mask.numpy())])
-    chosen = {} if case.window is None else {"window": case.window, "ttt_steps": STEPS}
-    encoding = Encoding("none", "bfloat16", draft.target_hidden_size, **chosen)
+    reach = Reach() if case.window is None else Reach(STEPS, case.window)
+    encoding = Encoding("none", "bfloat16", draft.target_hidden_size, reach=reach)
     head = torch.randn(draft.vocab_size, draft.target_hidden_size, generator=torch.Generator().manual_seed(1))
     with tempfile.TemporaryDirectory() as folder:
         with StoreWriter(folder, PROVENANCE, encoding) as writer:
             writer.add(sample.id, ids, mask, random_states(tokens, draft.target_hidden_size))
         stored = sum(path.stat().st_size for path in Path(folder).iterdir())
-        provenance = {**PROVENANCE, "codec": "none", "dtype": "bfloat16", **chosen}
+        provenance = {**PROVENANCE, "codec": "none", "dtype": "bfloat16", **reach._asdict()}
         store = HiddenStateStore.open(folder, provenance)
         best: dict[str, float] = {}
         for _ in range(rounds):

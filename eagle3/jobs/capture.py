@@ -96,7 +96,7 @@ def fill(
             own = [missing[sample_id] for sample_id in alone.of(samples) if sample_id in missing]
             if own:
                 watchdog.at("starting SGLang")
-                engine = SGLangEngine(job, console).capturing(writer.encoding, expected, topology.batch.size())
+                engine = SGLangEngine(job, console).capturing(writer.encoding.reach, expected, topology.batch.size())
                 with engine as target, watchdog.watching():
                     course = ShareCourse(len(own), sum(one.tokens for one in own), console, watchdog.at)
                     capture_arriving(target, own, writer, course)

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, PretrainedConfig
 from eagle3.demo.target import demo_shape
 from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
 from eagle3.draft.derivation import derive_draft
+from eagle3.parallel.rows import Reach
 from eagle3.recipe.schema import Draft, Recipe
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
@@ -72,22 +73,28 @@ def _of_config(draft: Draft, name: str) -> Any:
     return getattr(read_draft_config(draft.config), name) if draft.config else None
 
 
-def stored_settings(recipe: Recipe) -> dict[str, Any]:
-    """The settings that a store records in addition to its provenance: how rows are encoded and, unless training may
-    read every row, which rows are stored."""
-    hidden, draft = recipe.hidden_states, recipe.model.draft
+def stored_reach(recipe: Recipe) -> Reach:
+    """The rows that a store has: those that training reads, or all if it may read any."""
+    draft = recipe.model.draft
     window = draft.window or _of_config(draft, "window")
     every_row = window is None or recipe.parallelism.query_selection == "all"
-    rows = {} if every_row else {"window": window, "ttt_steps": recipe.training.ttt_steps}
-    return {"codec": hidden.codec, "dtype": hidden.dtype, **rows}
+    return Reach() if every_row else Reach(recipe.training.ttt_steps, window)
+
+
+def stored_settings(recipe: Recipe) -> dict[str, Any]:
+    """The settings that a store records in addition to its provenance: how rows are encoded, and which are stored."""
+    hidden = recipe.hidden_states
+    return {"codec": hidden.codec, "dtype": hidden.dtype, **stored_reach(recipe)._asdict()}
 
 
 def store_encoding(recipe: Recipe, shape: DraftConfig) -> Encoding:
     """How rows are encoded in a store. shape: the draft's"""
-    width = shape.draft_vocab_size if recipe.target.teacher == "logits" else None
+    hidden = recipe.hidden_states
     return Encoding(
-        hidden_size=shape.target_hidden_size,
-        aux_layers=shape.num_aux_hidden_states,
-        teacher_width=width,
-        **stored_settings(recipe),
+        hidden.codec,
+        hidden.dtype,
+        shape.target_hidden_size,
+        shape.num_aux_hidden_states,
+        teacher_width=shape.draft_vocab_size if recipe.target.teacher == "logits" else None,
+        reach=stored_reach(recipe),
     )

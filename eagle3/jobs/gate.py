@@ -94,11 +94,9 @@ def require_chain(draft: DraftConfig, steps: int, key: str, origin: str) -> None
 def store_has_these_rows(recipe: Recipe, store: "StoreFiles") -> None:
     """The store was written with settings that this recipe can read."""
     from eagle3.jobs.derived import stored_settings
-    from eagle3.states.store.folder import WINDOW
 
     teacher = "logits" if recipe.target.teacher == "logits" else None
-    rows = dict.fromkeys(WINDOW)  # a run that needs all rows has no window
-    settings = {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **rows, **stored_settings(recipe)}
+    settings = {"target_dtype": recipe.model.target_dtype, "teacher": teacher, **stored_settings(recipe)}
     _require_captured_with(store, settings)
 
 

@@ -127,9 +127,9 @@ KINDS_OF_TOKENS = {"supervised": (1.0, 1.0), "prompt": (0.0, 1.0), "unseen": (0.
 
 def seen_share(encoding: Encoding, stream: PlannedStream) -> float:
     """Share of a stream's tokens that are supervised or within a window's reach of a supervised one."""
-    if encoding.window is None:
+    if encoding.reach.window is None:
         return 1.0
-    reached = stream.documents * stream.spans * (encoding.window + encoding.ttt_steps - 2) / stream.tokens
+    reached = stream.documents * stream.spans * (sum(encoding.reach) - 2) / stream.tokens
     return min(1.0, stream.supervised + reached)
 
 

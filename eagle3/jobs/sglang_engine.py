@@ -22,6 +22,7 @@ from eagle3.console import Say, waiting
 from eagle3.durable import write_bytes, writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.jobs.job import Job, KnownTarget, start_target
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.topology import Topology, agreed, gathered
 from eagle3.states.loader import SampleReading, SpooledSource
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
@@ -66,11 +67,11 @@ class SGLangEngine:
         return as_typed(server_command(options, flags, SERVER_PORT), options.variables())
 
     @contextmanager
-    def capturing(self, kept: Encoding, expected: Rows | None, processes: int) -> Iterator[SGLangTarget]:
+    def capturing(self, reach: Reach, expected: Rows | None, processes: int) -> Iterator[SGLangTarget]:
         """The target for one of a capture's `processes` processes: the recipe's servers, or this process's own engine
         on its own GPUs.
 
-        kept: of the store, whose window and steps say which rows it keeps
+        reach: of the store, which keeps the rows in it
         expected: see `own_probe`
         """
         target, engine, urls = self.job.recipe.target, None, self.urls
@@ -88,7 +89,7 @@ class SGLangEngine:
             )
             producer = stack.enter_context(closing(Producer(servers, spool, most, readers=0)))
             try:
-                yield self._target(producer, replace(self.encoding, window=kept.window, ttt_steps=kept.ttt_steps))
+                yield self._target(producer, replace(self.encoding, reach=reach))
                 servers.compare_all()
             except UserError as error:
                 if engine is None or not engine.ended():
@@ -100,9 +101,9 @@ class SGLangEngine:
                 ) from error
 
     @contextmanager
-    def live(self, kept: Encoding, head: TargetHead, topology: Topology) -> Iterator[SpooledSource]:
+    def live(self, reach: Reach, head: TargetHead, topology: Topology) -> Iterator[SpooledSource]:
         """Source of this rank's rows from the recipe's servers. The first rank of each stream requests them.
-        Collective. kept: see `capturing`"""
+        Collective. reach: see `capturing`"""
 
         def compared() -> Rows:
             for url in self.urls:
@@ -123,8 +124,8 @@ class SGLangEngine:
                     servers.check = partial(self._require_unchanged, probe)
 
                 def ask(ticket: Ticket, reading: SampleReading) -> None:
-                    ids, wanted = reading.sample.ids, WantedRows(reading.supervised, kept.window, kept.ttt_steps)
-                    producer.ask(ticket, ids, wanted, spool_bytes(self.encoding, wanted))
+                    wanted = WantedRows(reading.supervised, reach)
+                    producer.ask(ticket, reading.sample.ids, wanted, spool_bytes(self.encoding, wanted))
 
             folder = Path(self.settings.spool) / name
             reader = SpoolReader(folder, topology.stream.rank(), self.known.config.vocab_size)

@@ -8,7 +8,7 @@ import torch
 
 from eagle3.console import Say, waiting
 from eagle3.errors import UserError
-from eagle3.jobs.derived import store_encoding
+from eagle3.jobs.derived import stored_reach
 from eagle3.jobs.job import Job, start_target
 from eagle3.jobs.provenance import spans_of, store_provenance
 from eagle3.jobs.sglang_engine import SGLangEngine
@@ -66,7 +66,7 @@ def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[Hidd
         source = StoredSource(store)
         yield HiddenStateSupply(samples, spans, source, source, head, None)
     else:
-        with SGLangEngine(job, say).live(store_encoding(recipe, job.shape), head, topology) as source:
+        with SGLangEngine(job, say).live(stored_reach(recipe), head, topology) as source:
             yield HiddenStateSupply(samples, spans, source, source.beside(1), head, None)
 
 

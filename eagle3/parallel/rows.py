@@ -1,11 +1,13 @@
-"""Which rows of a document teach, and whom.
+"""Which rows of a document teach, whom, and which rows a draft reads.
 
 Row t of a draft has the target's states at t and reads the token after it; in TTT step k it proposes the token t+k+2,
 and the target's prediction at row r = t+k+1 teaches it. A rule says, of each row r, whether it teaches, and in which
 row the first chain begins that it may teach (docs/exactness.md).
 """
 
-from typing import Literal, NamedTuple, assert_never, get_args
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Self, assert_never, get_args
 
 import torch
 from torch import Tensor
@@ -44,3 +46,40 @@ def covered(starts: Tensor, stops: Tensor, rows: int) -> Tensor:
     edges = torch.zeros(rows + 1, dtype=torch.long)
     edges.index_add_(0, starts, torch.ones_like(starts)).index_add_(0, stops, -torch.ones_like(stops))
     return edges.cumsum(0)[:-1] > 0
+
+
+class Reach(NamedTuple):
+    """How far a draft reads before the rows that teach it. As a store's: the most of the drafts that it serves."""
+
+    ttt_steps: int | None = None  # K of the unroll; None, if every row is kept: any number
+    window: int | None = None  # keys that a query sees, its own included; None: all
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> Self:
+        """The reach among the fields of a store or shard, which have these names. Absent ones are None."""
+        return cls(*map(settings.get, cls._fields))
+
+    def __str__(self) -> str:
+        if self.window is None:
+            return "full attention, or of parallelism.query_selection=all"
+        return f"a window of {self.window:,} keys and {self.ttt_steps} TTT steps"
+
+    def covers(self, other: "Reach") -> bool:
+        """Whether a store of this reach has all rows of the other."""
+        return all((ours or math.inf) >= (theirs or math.inf) for ours, theirs in zip(self, other, strict=True))
+
+    def rows(self, loss_mask: Tensor) -> Tensor:
+        """Mask of the rows of a document whose auxiliary states are read, by one of the rules: bool [T]. Without a
+        window, all rows.
+
+        The mask does not depend on rank or layout. As in `plan_sequence` for supervised queries, queries begin up to K
+        rows before a row that teaches, and each sees up to window - 1 rows before its own. The first row is included,
+        because a rank that has no part of a stream reads it.
+        """
+        mask = torch.full((len(loss_mask),), self.window is None)
+        mask[0] = True
+        for rule in RULES if self.window is not None else ():
+            teacher, first = taught(loss_mask.bool(), rule)
+            starts = torch.maximum(first, teacher - self.ttt_steps) - self.window + 1
+            mask |= covered(starts.clamp(min=0), teacher, len(mask))
+        return mask

@@ -63,7 +63,7 @@ def token_bytes(encoding: Encoding, taught_share: float = 1.0, seen_share: float
 def disk_need(samples: Collection[Wanted], encoding: Encoding) -> int:
     """Bytes that these samples take up in a store, without shard headers and indexes."""
     sets = {id(sample.samples): sample.samples for sample in samples}
-    counts = {set_id: sample_set.count(taught_rows, encoding.seen_rows) for set_id, sample_set in sets.items()}
+    counts = {set_id: sample_set.count(taught_rows, encoding.reach.rows) for set_id, sample_set in sets.items()}
     shares = ((sample.tokens, counts[id(sample.samples)][sample.place] / sample.tokens) for sample in samples)
     return round(sum(tokens * token_bytes(encoding, *token_shares) for tokens, token_shares in shares))
 

@@ -31,12 +31,13 @@ from torch import Tensor
 
 from eagle3.durable import Lock, lock, write_text, writing
 from eagle3.errors import NO_SPACE, SharedUserError, UserError
+from eagle3.parallel.rows import Reach
 from eagle3.parsing import parse_json
 from eagle3.states.capture import token_bytes
 from eagle3.states.rows import Rows
 from eagle3.states.store.files import DamagedStore, LocalFiles
 from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location, RowRequest
-from eagle3.states.store.shard import DATA_START, Encoding, kept_rows, read_index, seen_rows, taught_rows
+from eagle3.states.store.shard import DATA_START, Encoding, kept_rows, read_index, taught_rows
 
 LOCK = "owner.lock"
 HELD = b"held\n"
@@ -87,11 +88,10 @@ class Ticket(NamedTuple):
 @dataclass(frozen=True)
 class WantedRows:
     """What a job reads of a sample: predictions at the rows that teach, and auxiliary states at the rows that a draft
-    with this window reads in so many steps (see Encoding)."""
+    of this reach reads."""
 
     loss_mask: Tensor  # [T] bool
-    window: int | None = None  # None: all rows
-    ttt_steps: int | None = None
+    reach: Reach = Reach()
     every: bool = False  # whether the predictions at all rows are wanted
 
     @classmethod
@@ -102,7 +102,7 @@ class WantedRows:
     @cached_property
     def seen(self) -> Tensor:
         """[T] bool: rows whose auxiliary states are wanted."""
-        return seen_rows(self.loss_mask, self.window, self.ttt_steps)
+        return self.reach.rows(self.loss_mask)
 
     @cached_property
     def taught(self) -> Tensor:
@@ -113,7 +113,7 @@ class WantedRows:
 def want(folder: Path, ticket: Ticket, rows: WantedRows) -> None:
     """Say in a job's folder that a sample is wanted, and which of its rows."""
     edges = torch.nn.functional.pad(rows.loss_mask.to(torch.int8), (1, 1)).diff().nonzero().flatten().tolist()
-    settings = {"window": rows.window, "ttt_steps": rows.ttt_steps, "every": rows.every}
+    settings = {**rows.reach._asdict(), "every": rows.every}
     write_text(folder / ticket.mark("wanted"), json.dumps({"edges": edges, "settings": settings}))
 
 
@@ -123,7 +123,7 @@ def wanted_rows(folder: Path, ticket: Ticket) -> WantedRows:
     mask = torch.zeros(ticket.tokens, dtype=torch.bool)
     for start, stop in zip(values["edges"][::2], values["edges"][1::2], strict=True):
         mask[start:stop] = True
-    return WantedRows(mask, **values["settings"])
+    return WantedRows(mask, Reach.of(values["settings"]), values["settings"]["every"])
 
 
 def is_wanted(folder: Path, ticket: Ticket) -> bool:
@@ -306,7 +306,7 @@ class SpoolReader:
     def kept(self, location: Location) -> tuple[Tensor, Tensor]:
         """Masks [T] of a sample's rows whose auxiliary states, and whose predictions, are there."""
         loss_mask = self.store.tokens_at([location])[0].loss_mask
-        return location.index.encoding.seen_rows(loss_mask), kept_rows(location.entry, loss_mask)
+        return location.index.encoding.reach.rows(loss_mask), kept_rows(location.entry, loss_mask)
 
     def done(self, ticket: Ticket) -> None:
         """Mark the sample as read by this reader. It is deleted once all readers have marked it."""

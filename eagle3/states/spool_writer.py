@@ -160,7 +160,7 @@ class SampleShard(ShardWriter):
 
     def __init__(self, job: Path, ticket: Ticket, wanted: WantedRows, encoding: Encoding, encoders: Executor) -> None:
         self.job, self.ticket = job, ticket
-        encoding = replace(encoding, window=wanted.window, ttt_steps=wanted.ttt_steps)
+        encoding = replace(encoding, reach=wanted.reach)
         teacher_bytes = int(wanted.taught.sum()) * encoding.width("last") * encoding.number_format.itemsize
         folder = job / f"writing-{token_hex(6)}"
         folder.mkdir()

@@ -22,6 +22,7 @@ from sglang_case import (
 from sglang_cpu.targets import FAMILIES, make_target
 
 from eagle3.errors import UserError
+from eagle3.parallel.rows import Reach
 from eagle3.states.spool import Ticket
 from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import read_manifest
@@ -171,7 +172,7 @@ def test_a_store_of_a_long_prompt_with_a_short_answer_has_the_rows_of_transforme
     server, settings, model = llama
     (prompt,) = documents(400, seed=15)
     sample = Sample("b" * 32, prompt, torch.arange(400) >= 370)
-    encoding = replace(settings.encoding, window=window, ttt_steps=window and 7)
+    encoding = replace(settings.encoding, reach=Reach(window and 7, window))
     expected = load_target(model, aux_layers=AUX_LAYERS).prefill([prompt])
     with target_behind([server.url], settings) as behind:
         target = SGLangTarget(behind.producer, encoding, vocab_size=VOCABULARY, aux_layers=AUX_LAYERS)
@@ -185,7 +186,7 @@ def test_a_store_of_a_long_prompt_with_a_short_answer_has_the_rows_of_transforme
         HiddenStateStore.open(str(tmp_path / name), read_manifest(open_files(str(tmp_path / name))).provenance)
         for name in ("served", "own")
     ]
-    seen = encoding.seen_rows(sample.loss_mask).nonzero().flatten()
+    seen = encoding.reach.rows(sample.loss_mask).nonzero().flatten()
     assert len(seen) == (400 if window is None else 1 + 23 + 6 + 29), "the first row; window, steps and answer"
     taught = torch.arange(371, 400)
     served, own = (store.read([RowRequest(sample.id, seen, taught)])[0] for store in stores)

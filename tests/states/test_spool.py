@@ -17,6 +17,7 @@ from limits import HANG_SECONDS, wait_until
 from store_cases import FORK, same_rows, sample
 
 from eagle3.errors import UserError
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import SequenceSharding
 from eagle3.states.loader import DrawnSample, SampleReading, SpooledSource, StreamLoader
 from eagle3.states.rows import Rows
@@ -106,10 +107,10 @@ def test_of_a_request_for_some_rows_those_alone_come_back(spool, writer, reader,
     one, states = a_sample(3, 40)
     mask = torch.zeros(40, dtype=torch.bool)
     mask[20:24] = mask[37] = True
-    wanted = WantedRows(mask, window, 3 if window else None)
+    wanted = WantedRows(mask, Reach(3, 5) if window else Reach())
     ticket = requested(spool, one, wanted)
     found = wanted_rows(spool.path, ticket)
-    assert torch.equal(found.loss_mask, mask) and (found.window, found.ttt_steps) == (window, wanted.ttt_steps)
+    assert torch.equal(found.loss_mask, mask) and found.reach == wanted.reach
     feed(writer, ticket, one, states, *pieces, rows=found)
     location = reader.wait(ticket, one.ids)
     seen, taught = (rows.nonzero().flatten() for rows in reader.kept(location))
@@ -410,7 +411,7 @@ def test_of_a_sample_whose_spans_are_drawn_anew_only_the_drawn_ones_are_asked_fo
 
     def ask(ticket: Ticket, reading: SampleReading) -> None:
         masks.append(reading.supervised)
-        rows = WantedRows(reading.supervised, 5, 3)
+        rows = WantedRows(reading.supervised, Reach(3, 5))
         want(spool.path, ticket, rows)
         feed(writer, ticket, one, states, rows=rows)
 

@@ -37,6 +37,7 @@ from store_cases import (
 )
 
 from eagle3.errors import UserError, mistake_of
+from eagle3.parallel.rows import Reach
 from eagle3.states.rows import Rows
 from eagle3.states.store.check import remove_flawed
 from eagle3.states.store.files import DamagedStore, LocalFiles
@@ -414,7 +415,7 @@ def write_in_parts(path: Path, numbers, encoding: Encoding = PLAIN) -> None:
             writer.add(*tokens, in_parts(rows))
 
 
-@pytest.mark.parametrize("encoding", [PLAIN, Encoding("none", "float32", HIDDEN, window=4, ttt_steps=2)])
+@pytest.mark.parametrize("encoding", [PLAIN, Encoding("none", "float32", HIDDEN, reach=Reach(2, 4))])
 def test_an_error_keeps_every_whole_sample_and_drops_the_one_that_was_half_there(tmp_path, encoding):
     def broken() -> Iterator[Rows]:
         yield from itertools.islice(in_parts(sample(15, 30)[3]), 3)

@@ -1,22 +1,23 @@
 """A store for drafts with a window: which rows it has, and which drafts it serves."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from store_cases import HIDDEN, PLAIN, PROVENANCE, check, open_store, provenance_of, same_rows, sample, write, write_one
 
 from eagle3.errors import UserError
-from eagle3.parallel.rows import RULES
+from eagle3.parallel.rows import RULES, Reach
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.states.capture import Wanted, disk_need
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
-from eagle3.states.store.shard import Encoding, seen_rows, taught_rows
+from eagle3.states.store.shard import Encoding, taught_rows
 from eagle3.states.store.writer import StoreWriter
 from eagle3.text.samples import SampleSet
 
-WINDOWED = Encoding("none", "float32", HIDDEN, window=4, ttt_steps=3)
+WINDOWED = Encoding("none", "float32", HIDDEN, reach=Reach(3, 4))
 
 
 def spans(tokens, *bounds):
@@ -40,7 +41,7 @@ MASKS = {
 @pytest.mark.parametrize(("window", "steps"), [(1, 1), (4, 3), (7, 7), (16, 2), (500, 7)])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_seen_rows_are_those_that_some_rank_of_some_layout_reads(mask, window, steps):
-    seen = set(seen_rows(mask, window, steps).nonzero().flatten().tolist())
+    seen = set(Reach(steps, window).rows(mask).nonzero().flatten().tolist())
     for ulysses, ring in ((1, 1), (1, 2), (2, 1), (2, 3)):
         sharding, read = SequenceSharding(ulysses, ring), {0}
         for rule, rank in itertools.product(RULES, range(ulysses * ring)):
@@ -55,11 +56,11 @@ def test_a_store_has_what_a_window_sees_bit_for_bit_and_nothing_else(tmp_path):
     full, windowed = open_store(tmp_path / "full"), open_store(tmp_path / "windowed", WINDOWED)
     for number in range(12):
         name, _, loss_mask, _ = sample(number)
-        seen = seen_rows(loss_mask, 4, 3).nonzero().flatten()
+        seen = WINDOWED.reach.rows(loss_mask).nonzero().flatten()
         request = RowRequest(name, seen.flip(0), taught_rows(loss_mask).nonzero().flatten())
         assert same_rows(windowed.read([request])[0], full.read([request])[0])
         index, entry = windowed.locations[name]
-        assert entry.seen == len(seen) and (index.encoding.window, index.encoding.ttt_steps) == (4, 3)
+        assert entry.seen == len(seen) and index.encoding == WINDOWED
     assert check(tmp_path / "windowed", range(12), WINDOWED).problems == []
     assert check(tmp_path / "full", range(12)).problems == []
 
@@ -81,8 +82,8 @@ def test_a_long_prompt_with_a_short_answer_takes_what_its_window_takes(tmp_path,
     """A prompt of 20,000 tokens in parts, an answer of 200 and a window of 100 keys take 306 rows of 20,200."""
     tokens, hidden, mask = 20_200, 512, spans(20_200, (20_000, 20_200))
     sizes = {}
-    for name, chosen in (("full", {}), ("windowed", {"window": 100, "ttt_steps": 7})):
-        encoding = Encoding(codec, "bfloat16", hidden, **chosen)
+    for name, reach in (("full", Reach()), ("windowed", Reach(7, 100))):
+        encoding = Encoding(codec, "bfloat16", hidden, reach=reach)
 
         def parts():
             for start in range(0, tokens, 4096):
@@ -101,21 +102,24 @@ def test_a_long_prompt_with_a_short_answer_takes_what_its_window_takes(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("sizes", "served"),
-    [((4, 3), True), ((3, 3), True), ((4, 2), True), ((5, 3), False), ((4, 4), False), ((2, 9), False), (None, False)],
+    ("steps", "window", "served"),
+    [
+        *((3, 4, True), (3, 3, True), (2, 4, True), (3, 5, False), (4, 4, False), (9, 2, False)),
+        (None, None, False),
+    ],
 )
-def test_a_store_serves_windows_and_steps_up_to_its_own_and_a_full_one_serves_all(tmp_path, sizes, served):
-    needs = {} if sizes is None else dict(zip(("window", "ttt_steps"), sizes, strict=True))
+def test_a_store_serves_windows_and_steps_up_to_its_own_and_a_full_one_serves_all(tmp_path, steps, window, served):
+    needs = replace(PLAIN, reach=Reach(steps, window))
     write(tmp_path / "windowed", range(3), WINDOWED)
     write(tmp_path / "full", range(3))
-    HiddenStateStore.open(str(tmp_path / "full"), provenance_of(PLAIN, **needs))
+    HiddenStateStore.open(str(tmp_path / "full"), provenance_of(needs))
     if served:
-        HiddenStateStore.open(str(tmp_path / "windowed"), provenance_of(PLAIN, **needs))
+        HiddenStateStore.open(str(tmp_path / "windowed"), provenance_of(needs))
         return
     with pytest.raises(UserError, match="has the rows of a window of 4 keys and 3 TTT steps, this run needs those of"):
-        HiddenStateStore.open(str(tmp_path / "windowed"), provenance_of(PLAIN, **needs))
+        HiddenStateStore.open(str(tmp_path / "windowed"), provenance_of(needs))
     with pytest.raises(UserError, match="set model.draft.window=4 and training.ttt_steps=3.*, or name another"):
-        StoreWriter(tmp_path / "windowed", PROVENANCE, Encoding("none", "float32", HIDDEN, **needs))
+        StoreWriter(tmp_path / "windowed", PROVENANCE, needs)
 
 
 def test_whoever_adds_to_a_store_writes_the_rows_that_it_has_of_others(tmp_path):

@@ -51,8 +51,7 @@ def sample(number: int, tokens: int | None = None, hidden: int = HIDDEN):
 
 def provenance_of(encoding: Encoding, **changes) -> dict:
     """The provenance of a store that `write` wrote."""
-    fields = {field: getattr(encoding, field) for field in ("codec", "dtype", "window", "ttt_steps")}
-    return {**PROVENANCE, **fields, **changes}
+    return {**PROVENANCE, "codec": encoding.codec, "dtype": encoding.dtype, **encoding.reach._asdict(), **changes}
 
 
 def write(path, numbers, encoding: Encoding = PLAIN, shard_tokens: int = 100, tokens=None, hidden=HIDDEN, **options):

@@ -97,7 +97,7 @@ def _problem(reader: HiddenStateStore, location: Location) -> StoreProblem | Non
     index, entry = location
     try:
         (tokens,) = reader.tokens_at([location])
-        masks = index.encoding.seen_rows(tokens.loss_mask), taught_rows(tokens.loss_mask)
+        masks = index.encoding.reach.rows(tokens.loss_mask), taught_rows(tokens.loss_mask)
         for some in torch.arange(entry.tokens).split(ROWS_AT_ONCE):
             request = RowRequest(entry.id, *(some[mask[some]] for mask in masks))
             (rows,) = reader.read_at([location], [request])

@@ -1,12 +1,12 @@
 """A store's folder: the indexes of its shards, and `store.json`, which says what it was captured from."""
 
 import json
-import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from eagle3.errors import UserError, in_one_line, shown
+from eagle3.parallel.rows import Reach
 from eagle3.parsing import parse_json
 from eagle3.states.store.files import DamagedStore, ForeignShards, StoreFiles, no_store
 from eagle3.states.store.shard import SHARD_NAME, ShardIndex, json_digest, read_index
@@ -18,8 +18,6 @@ MANIFEST = "store.json"
 # Everything that hidden states (or a teacher's logits) depend on, as JSON values. Stores that differ in a field are not
 # interchangeable.
 Provenance = Mapping[str, str | int | float | list | None]
-# Fields that say which rows a store has. For these, a store may also have larger values, or None (every row).
-WINDOW = ("window", "ttt_steps")
 
 
 class StoreManifest(NamedTuple):
@@ -75,15 +73,14 @@ def require_provenance(files: StoreFiles, manifest: StoreManifest, provenance: P
     serves the provenance. If the shards show that `store.json` was changed, the message says so."""
     actual = manifest.provenance
     required = json.loads(json.dumps(dict(provenance)))  # as read back from a file, where tuples are lists
-    needs, has = ([each.get(field) or math.inf for field in WINDOW] for each in (required, actual))
-    if any(need > there for need, there in zip(needs, has, strict=True)):
+    needs, has = Reach.of(required), Reach.of(actual)
+    if not has.covers(needs):
         raise UserError(
-            f"{files.where}: the store has the rows of {_window_in_words(actual)}, this run needs those of "
-            f"{_window_in_words(required)}; set model.draft.window={actual['window']} and "
-            f"training.ttt_steps={actual['ttt_steps']}, or less, and parallelism.query_selection=supervised, or name "
-            "another folder in hidden_states.path and capture again"
+            f"{files.where}: the store has the rows of {has}, this run needs those of {needs}; set "
+            f"model.draft.window={has.window} and training.ttt_steps={has.ttt_steps}, or less, and "
+            "parallelism.query_selection=supervised, or name another folder in hidden_states.path and capture again"
         )
-    required |= {field: actual.get(field) for field in WINDOW}
+    required |= has._asdict()
     for field in sorted(field for field in {*actual, *required} if actual.get(field) != required.get(field)):
         values = f"{field}={actual.get(field)!r}, this run has {required.get(field)!r}"
         if field == "target" and isinstance(name := manifest.record.get("target"), str):
@@ -102,12 +99,6 @@ def require_provenance(files: StoreFiles, manifest: StoreManifest, provenance: P
             f"{files.where}: the store was captured with {values}; {key}name another folder in hidden_states.path and "
             "capture again"
         )
-
-
-def _window_in_words(provenance: Provenance) -> str:
-    if provenance.get("window") is None:
-        return "full attention, or of parallelism.query_selection=all"
-    return f"a window of {provenance['window']:,} keys and {provenance['ttt_steps']} TTT steps"
 
 
 def has_shards(files: StoreFiles) -> bool:

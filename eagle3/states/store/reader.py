@@ -29,7 +29,7 @@ class RowRequest(NamedTuple):
     """The rows of a sample to read. Row numbers are int64, from 0 to T-1, in any order; there may be none."""
 
     sample_id: str
-    aux: Tensor  # rows of `aux`; in a store for a window, only rows that the store has (`seen_rows`)
+    aux: Tensor  # rows of `aux`; only those that the store has (`Reach.rows`)
     teacher: Tensor  # rows of `last`, argmax and logsumexp; only rows that the store has (`kept_rows`)
     tokens: Sample | None = None  # with whose tokens it must begin; None to skip this check
 
@@ -159,7 +159,7 @@ class HiddenStateStore:
             tokens = _tokens(location, facts)
             if request.tokens is not None:
                 self._require_tokens(location, tokens, request.tokens)
-            masks = location.index.encoding.seen_rows(tokens.loss_mask), kept_rows(location.entry, tokens.loss_mask)
+            masks = location.index.encoding.reach.rows(tokens.loss_mask), kept_rows(location.entry, tokens.loss_mask)
             for name, mask, indices in zip(HIDDEN, masks, (request.aux, request.teacher), strict=True):
                 assert bool((indices >= 0).all() and mask[indices].all()), f"rows of {name} that are not stored"
                 plans.append(plan_rows(location, name, facts, (mask.cumsum(0) - 1)[indices]))

@@ -11,7 +11,7 @@
 In a store of logits, `last` holds the teacher's logits over the draft vocabulary instead of last hidden states.
 
 Each chunk belongs to one sample. A sample has these rows:
-- `aux`: all or, in a store for a draft with a window, those that some query sees (`Encoding.seen_rows`)
+- `aux`: all or, in a store for a draft with a window, those that some query sees (`Reach.rows`)
 - `last`: those that teach (`taught_rows`); or all, if its entry's `taught` equals `tokens`
 - `ids` to `loss_mask`: all
 
@@ -24,7 +24,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -35,7 +35,7 @@ from torch import Tensor
 
 from eagle3.durable import Lock, lock, publish
 from eagle3.errors import UserError, in_one_line
-from eagle3.parallel.rows import RULES, covered, taught
+from eagle3.parallel.rows import RULES, Reach, taught
 from eagle3.parsing import parse_json
 from eagle3.states.rows import DraftLogits, LastHidden, TeacherRows
 from eagle3.states.store.codecs import CHUNK_BYTES, Codec, CodecName, Fp8, Lossless, Raw, StoreDtype
@@ -63,9 +63,12 @@ class Encoding:
     chunk_bytes: int = CHUNK_BYTES  # before encoding
     # Numbers in a row of `last` if it holds logits over the draft vocabulary; None if it holds last hidden states.
     teacher_width: int | None = None
-    # Window and steps of the drafts that the store serves; None if every row is kept, which serves any draft.
-    window: int | None = None
-    ttt_steps: int | None = None
+    reach: Reach = Reach()  # which rows of `aux` are kept; by default all, which serves any draft
+
+    def settings(self) -> dict[str, Any]:
+        """As JSON values, for an index."""
+        settings = dict(vars(self))
+        return settings | settings.pop("reach")._asdict()
 
     @property
     def number_format(self) -> torch.dtype:
@@ -78,10 +81,6 @@ class Encoding:
     def width(self, name: str) -> int:
         """Numbers in a row of `aux` or `last`."""
         return self.aux_layers * self.hidden_size if name == "aux" else self.teacher_width or self.hidden_size
-
-    def seen_rows(self, loss_mask: Tensor) -> Tensor:
-        """Mask of a sample's rows whose auxiliary states are kept: bool [T]."""
-        return seen_rows(loss_mask, self.window, self.ttt_steps)
 
     def codec_of(self, name: str) -> CodecName:
         """The codec of `aux` or `last`. Logits are not rounded to 8 bits: the error averages out over the thousands of
@@ -168,7 +167,9 @@ def read_index(files: StoreFiles, shard: str) -> ShardIndex:
         if body.pop("digest") != json_digest(body):
             raise ValueError("its digest does not fit")
         samples = tuple(SampleEntry(**entry) for entry in body["samples"])
-        return ShardIndex(shard, starts, Encoding(**body["encoding"]), body["provenance_digest"], samples)
+        settings = body["encoding"]
+        encoding = Encoding(reach=Reach(*map(settings.pop, Reach._fields)), **settings)
+        return ShardIndex(shard, starts, encoding, body["provenance_digest"], samples)
     except UserError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -184,7 +185,7 @@ def write_index(
     digest: see `ShardIndex.provenance_digest`
     """
     entries = [entry._asdict() for entry in samples]
-    body = {"encoding": asdict(encoding), "provenance_digest": digest, "samples": entries}
+    body = {"encoding": encoding.settings(), "provenance_digest": digest, "samples": entries}
     text = json.dumps({**body, "digest": json_digest(body)}).encode()
     start = max(tensor["data_offsets"][1] for name, tensor in header.items() if name != INDEX)
     header = {**header, INDEX: {"dtype": "U8", "shape": [len(text)], "data_offsets": [start, start + len(text)]}}
@@ -219,22 +220,6 @@ def taught_rows(loss_mask: Tensor) -> Tensor:
     mask = torch.zeros(len(loss_mask), dtype=torch.bool)
     for rule in RULES:
         mask[taught(loss_mask.bool(), rule).teacher] = True
-    return mask
-
-
-def seen_rows(loss_mask: Tensor, window: int | None, steps: int | None) -> Tensor:
-    """Mask of the rows whose auxiliary states a draft with this window reads in an unroll of this many steps, by one of
-    the rules: bool [T]. Without a window, all rows.
-
-    The mask does not depend on rank or layout. As in `plan_sequence` for supervised queries, queries begin up to
-    `steps` rows before a row that teaches, and each sees up to window - 1 rows before its own. The first row is
-    included, because a rank that has no part of a stream reads it.
-    """
-    mask = torch.full((len(loss_mask),), window is None)
-    mask[0] = True
-    for rule in RULES if window is not None else ():
-        teacher, first = taught(loss_mask.bool(), rule)
-        mask |= covered((torch.maximum(first, teacher - steps) - window + 1).clamp(min=0), teacher, len(mask))
     return mask
 
 

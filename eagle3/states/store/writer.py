@@ -21,12 +21,12 @@ from torch import Tensor
 
 from eagle3.durable import Lock, create_text, lock, publish, write_text, writing
 from eagle3.errors import UserError
+from eagle3.parallel.rows import Reach
 from eagle3.states.rows import KeptRows, Rows
 from eagle3.states.store.blob import Blob
 from eagle3.states.store.files import LocalFiles
 from eagle3.states.store.folder import (
     MANIFEST,
-    WINDOW,
     Provenance,
     StoreManifest,
     has_shards,
@@ -102,7 +102,7 @@ class StoreWriter(AbstractContextManager):
     ) -> None:
         encoding.make_codec("aux")  # report a missing package before leaving anything in the folder
         self.folder, self.shard_tokens = Path(path), shard_tokens
-        full_provenance = {**provenance, **{field: getattr(encoding, field) for field in ("codec", "dtype", *WINDOW)}}
+        full_provenance = {**provenance, "codec": encoding.codec, "dtype": encoding.dtype, **encoding.reach._asdict()}
         with writing(self.folder, "free space, or name another folder in hidden_states.path"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / LOCK.format(part.index, part.count)).open("ab")
@@ -122,7 +122,7 @@ class StoreWriter(AbstractContextManager):
             raise
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="encode")
         # If the store was begun with more rows than this run needs, new samples must have them, too.
-        self.encoding = replace(encoding, **{field: manifest.provenance.get(field) for field in WINDOW})
+        self.encoding = replace(encoding, reach=Reach.of(manifest.provenance))
         self._token, self._numbers, self._provenance_digest = token_hex(4), count(), manifest.digest
         self._shard: ShardWriter | None = None
         self._adding = RLock()  # a signal may leave it held by the thread that leaves the `with` block
@@ -232,7 +232,7 @@ class ShardWriter:
 
         Raises UserError if a hidden state is not finite. After an exception the writer can only be cut or discarded.
         """
-        seen, taught = self.encoding.seen_rows(loss_mask), taught_rows(loss_mask)
+        seen, taught = self.encoding.reach.rows(loss_mask), taught_rows(loss_mask)
         self.begin(sample_id)
         for part in parts:
             rows = slice(self.sample.tokens, self.sample.tokens + part.tokens)
@@ -267,7 +267,7 @@ class ShardWriter:
 
         ids: [n] int
         loss_mask: [n] bool on the CPU
-        kept: on any device: auxiliary states of the rows in `Encoding.seen_rows`, and predictions at `taught_rows`, or
+        kept: on any device: auxiliary states of the rows in `Reach.rows`, and predictions at `taught_rows`, or
             at all of a sample's
         """
         sample, teacher = self.sample, kept.rows.teacher

@@ -24,7 +24,7 @@ AHEAD = 256
 class SGLangTarget:
     """A `Target` that running servers compute. Hidden states come through a spool, in the spool's number format.
 
-    encoding: how rows are encoded in the spool; its window and steps say which rows of a sample `arriving` gets
+    encoding: how rows are encoded in the spool; its reach says which rows of a sample `arriving` gets
     producer: must have no other readers
 
     Raises UserError if the servers refuse a request.
@@ -50,8 +50,7 @@ class SGLangTarget:
         Yields each document's index and its rows in parts, which must be read before the next document is taken. New
         documents are taken from the iterable as others finish.
         """
-        window, steps = self.encoding.window, self.encoding.ttt_steps
-        return self._arriving((each.ids, WantedRows(each.loss_mask, window, steps)) for each in documents)
+        return self._arriving((each.ids, WantedRows(each.loss_mask, self.encoding.reach)) for each in documents)
 
     def _arriving(self, documents: Iterable[tuple[Tensor, WantedRows]]) -> Iterator[tuple[int, Iterator[KeptRows]]]:
         outstanding: dict[Future[None], tuple[int, Ticket, Tensor]] = {}
