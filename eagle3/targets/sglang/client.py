@@ -1,6 +1,5 @@
 """Request hidden states from running SGLang servers, which share the work. Servers that die are dropped."""
 
-import datetime
 import os
 import threading
 import time
@@ -296,7 +295,7 @@ class Servers:
 
 
 def _now() -> str:
-    return datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+    return time.strftime("%Y-%m-%d %H:%M:%S%z")
 
 
 def require_spool_room(tokens: int, size: int, most_bytes: int) -> None:

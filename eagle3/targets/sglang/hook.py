@@ -38,7 +38,6 @@ from eagle3.targets.sglang.version import (
     WITHOUT_RESIDUAL,
     Head,
     HookCall,
-    Ranks,
     head_of,
     hook_call,
     loaded_checkpoint,
@@ -131,10 +130,10 @@ class CaptureHook:
             reason = str(error) if isinstance(error, UserError) else f"sglang: the hook failed ({error!r})"
             for ticket in filter(None, tickets):
                 self.wanted.pop(ticket, None)
-                self.writer(ticket, ranks.hosts.size()).refuse(ticket, reason)
+                self.writer(ticket, ranks.cpu_group.size()).refuse(ticket, reason)
 
-    def _capture(self, processor: nn.Module, call: HookCall, tickets: Sequence[Ticket | None], ranks: Ranks) -> None:
-        rank, size = ranks.hosts.rank(), ranks.hosts.size()
+    def _capture(self, processor: nn.Module, call: HookCall, tickets: Sequence[Ticket | None], ranks: Any) -> None:
+        rank, size = ranks.cpu_group.rank(), ranks.cpu_group.size()
         self._learn_wanted(call, tickets, ranks)
         tickets = [None if ticket in self.unwanted else ticket for ticket in tickets]
         if not any(tickets):
@@ -153,10 +152,10 @@ class CaptureHook:
             last = picked(call.last, places)
             return last, *self.teacher.taught(last), counts
 
-        taught = together(compute, ranks.hosts)
+        taught = together(compute, ranks.cpu_group)
         mine = [share for share in shares if share.owner == rank]
         counts = [int(share.taught.sum()) for share in mine]
-        columns = (column.split(counts) for column in self.teacher.combined(*taught, ranks.devices))
+        columns = (column.split(counts) for column in self.teacher.combined(*taught, ranks.device_group))
         parts = [call.aux] if isinstance(call.aux, Tensor) else call.aux
         for share, *teacher in zip(mine, *columns, strict=True):
             aux = torch.cat([picked(part, share.places(share.seen)) for part in parts], dim=-1)
@@ -164,7 +163,7 @@ class CaptureHook:
             ids = call.ids[share.start : share.start + len(share.seen)]
             self.writer(share.ticket, size).take(share, ids, Rows(aux, teacher))
 
-    def _learn_wanted(self, call: HookCall, tickets: Sequence[Ticket | None], ranks: Ranks) -> None:
+    def _learn_wanted(self, call: HookCall, tickets: Sequence[Ticket | None], ranks: Any) -> None:
         """Learn which new samples are wanted, and which of their rows, and forget the samples of jobs that have ended.
         The first rank looks for all, so that none can differ."""
         requests = zip(tickets, call.requests, strict=True)
@@ -181,9 +180,9 @@ class CaptureHook:
             jobs = {ticket.job for ticket in self.wanted.keys() | self.unwanted}
             return found, {job for job in jobs if not (spool / job).is_dir()}
 
-        message = [together(look if ranks.hosts.rank() == 0 else None, ranks.hosts)]
-        if ranks.hosts.size() > 1:
-            dist.broadcast_object_list(message, group=ranks.hosts, group_src=0)
+        message = [together(look if ranks.cpu_group.rank() == 0 else None, ranks.cpu_group)]
+        if ranks.cpu_group.size() > 1:
+            dist.broadcast_object_list(message, group=ranks.cpu_group, group_src=0)
         found, ended = message[0]
         self.wanted = {ticket: rows for ticket, rows in self.wanted.items() if ticket.job not in ended} | found
         self.unwanted = {ticket for ticket in self.unwanted | new if ticket.job not in ended} - found.keys()
@@ -338,5 +337,5 @@ def make_teacher(processor: nn.Module, module: Any, draft_vocabulary: str | None
             f"{draft_vocabulary}: has no draft vocabulary that SGLang could read ({error}); share that folder among "
             "the server's machines, and run capture.py again"
         ) from error
-    draft_ids = (d2t + torch.arange(len(d2t))).to(head.device)
+    draft_ids = (d2t + torch.arange(len(d2t))).to(next(module.parameters()).device)
     return ServedTeacher(partial(local_logits, processor, module), head, draft_ids)

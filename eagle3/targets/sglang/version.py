@@ -4,9 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import SharedUserError
@@ -149,21 +147,16 @@ def require_capture(
 def other_numbers(info: ServerInfo, model: ModelInfo) -> dict[str, tuple[Any, Any]]:
     """For each setting with which a server computes something else than its checkpoint says: what it is, and what it
     should be."""
-    settings = dict(info)
-    different = {
+    settings, asked = dict(info), {word.split("=")[0] for word in info.launch_command}
+    different = {  # a file named by --config may set anything
         name: (settings.get(name), usual[0])
         for name, usual in SAME_NUMBERS.items()
-        if settings.get(name) not in usual and _asked(info.launch_command, name)
+        if settings.get(name) not in usual and asked & {"--config", "--" + name.replace("_", "-")}
     }
     for name, usual in (("weight_version", WEIGHT_VERSION), ("model_path", settings.get("model_path"))):
         if (loaded := getattr(model, name)) not in (None, usual):
             different[f"{name} (its weights were replaced)"] = (loaded, usual)
     return different
-
-
-def _asked(words: Sequence[str], name: str) -> bool:
-    """Whether a command line may have set this. A file named by --config may set anything."""
-    return any(word.split("=")[0] in ("--config", "--" + name.replace("_", "-")) for word in words)
 
 
 def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[str]:
@@ -209,17 +202,11 @@ def hook_call(arguments: Sequence[Any]) -> HookCall | None:
     return HookCall(ids, last, aux, head, requests)
 
 
-class Ranks(NamedTuple):
-    """The tensor-parallel ranks of a server."""
-
-    devices: ProcessGroup
-    hosts: ProcessGroup  # the same ranks; exchanges what is on the host
-
-
-def tensor_ranks() -> Ranks:
+def tensor_ranks() -> Any:
+    """The server's tensor-parallel ranks: `device_group`, and `cpu_group` to exchange what is on the host."""
     from sglang.srt.distributed import get_tp_group
 
-    return Ranks(get_tp_group().device_group, get_tp_group().cpu_group)
+    return get_tp_group()
 
 
 def loaded_checkpoint() -> tuple[str, str | None]:
@@ -235,18 +222,17 @@ class Head(NamedTuple):
 
     first_id: int  # token id of the first column
     valid: int  # how many columns are tokens; the rest are padding
-    device: torch.device
     whole: bool  # whether every rank has all columns
 
 
 def head_of(head: nn.Module) -> Head:
     """This rank's part of SGLang's lm_head: a VocabParallelEmbedding or, if it is tied to an embedding that is on every
     rank (Gemma-3), that one."""
-    shard, device = getattr(head, "shard_indices", None), next(head.parameters()).device
+    shard = getattr(head, "shard_indices", None)
     if shard is None or head.tp_size == 1:
         tokens = len(head.weight) if shard is None else shard.num_org_elements
-        return Head(0, tokens, device, whole=True)
-    return Head(shard.org_vocab_start_index, shard.num_org_elements, device, whole=False)
+        return Head(0, tokens, whole=True)
+    return Head(shard.org_vocab_start_index, shard.num_org_elements, whole=False)
 
 
 def plain_weight(head: nn.Module) -> Tensor | None:
