@@ -170,8 +170,6 @@ class ShardSummary(NamedTuple):
     def merged(self, group: dist.ProcessGroup) -> TeacherSummary:
         """The summary over the full vocabulary, on every rank. Collective over `group`, whose ranks have the same rows.
         They exchange a maximum, a logsumexp and an id per row."""
-        if group.size() == 1:
-            return TeacherSummary(self.best, self.logsumexp)
         peaks = torch.stack((self.peak, self.logsumexp))
         dist.all_reduce(peaks, dist.ReduceOp.MAX, group)
         best = torch.where(self.peak == peaks[0], self.best, _ELSEWHERE)
@@ -182,60 +180,47 @@ class ShardSummary(NamedTuple):
 
 
 def local_columns(draft_ids: Tensor, first_id: int, valid: int) -> Tensor:
-    """The columns [n] int64 of a shard that are draft tokens, ascending. For the arguments see `DraftColumns.of`."""
+    """The columns [n] int64 of a shard that are draft tokens, ascending. For the arguments see `draft_widths`."""
     return draft_ids[(draft_ids >= first_id) & (draft_ids < first_id + valid)] - first_id
 
 
-@dataclass(frozen=True)
-class DraftColumns:
-    """Where the draft vocabulary's columns are in vocabulary shards of the logits."""
+def draft_widths(draft_ids: Tensor, first_id: int, valid: int, group: dist.ProcessGroup) -> list[int]:
+    """How many of its columns are draft tokens, for each rank of `group`. In rank order, these form the draft
+    vocabulary in its own order. Collective over `group`.
 
-    local: Tensor  # [n] int64: columns of this rank's shard that are draft tokens, ascending
-    # Number of such columns on each rank of `group`. In rank order, they form the draft vocabulary in its own order.
-    widths: tuple[int, ...]
-    group: dist.ProcessGroup
+    draft_ids: [Vd] int64, the tokens of the draft vocabulary, ascending, the same on every rank
+    first_id, valid: see `ShardSummary.of`
 
-    @classmethod
-    def of(cls, draft_ids: Tensor, first_id: int, valid: int, group: dist.ProcessGroup) -> Self:
-        """Find the draft's columns in each rank's shard. Collective over `group`.
+    Shards must be in rank order, as in SGLang and Megatron-core.
+    """
+    width = len(local_columns(draft_ids, first_id, valid))
+    shard_info = torch.tensor([first_id, valid, width], device=draft_ids.device)
+    all_info = [torch.empty_like(shard_info) for _ in range(group.size())]
+    dist.all_gather(all_info, shard_info, group=group)
+    firsts, valids, widths = torch.stack(all_info).T.tolist()
+    ends = [first + width for first, width in zip(firsts, valids, strict=True) if width]
+    assert ends == sorted(ends) and bool((draft_ids.diff() > 0).all()), "shards and draft tokens ascend"
+    assert sum(widths) == len(draft_ids), f"{sum(widths)} of {len(draft_ids)} draft tokens are in exactly one shard"
+    return widths
 
-        draft_ids: [Vd] int64, the tokens of the draft vocabulary, ascending, the same on every rank
-        first_id, valid: see `ShardSummary.of`
 
-        Shards must be in rank order, as in SGLang and Megatron-core.
-        """
-        local = local_columns(draft_ids, first_id, valid)
-        shard_info = torch.tensor([first_id, valid, len(local)], device=draft_ids.device)
-        all_info = [torch.empty_like(shard_info) for _ in range(group.size())]
-        dist.all_gather(all_info, shard_info, group=group)
-        firsts, valids, widths = zip(*torch.stack(all_info).tolist(), strict=True)
-        ends = [first + width for first, width in zip(firsts, valids, strict=True) if width]
-        assert ends == sorted(ends) and bool((draft_ids.diff() > 0).all()), "shards and draft tokens ascend"
-        assert sum(widths) == len(draft_ids), f"{sum(widths)} of {len(draft_ids)} draft tokens are in exactly one shard"
-        return cls(local, widths, group)
+def exchange_columns(drafted: Tensor, widths: Sequence[int], rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """Exchange logits so that each rank gets its own rows with the whole draft vocabulary: [rows[own rank], Vd].
+    Collective over `group`.
 
-    def exchange(self, drafted: Tensor, rows: Sequence[int]) -> Tensor:
-        """Exchange logits so that each rank gets its own rows with the whole draft vocabulary: [rows[own rank], Vd].
-        Collective.
+    drafted: [n, widths[own rank]], this rank's draft columns of all rows: those of the first rank, of the second, ...
+    widths: see `draft_widths`
+    rows: how many of the n rows each rank gets, in rank order; may be 0 for some
 
-        drafted: [n, len(local)], this rank's draft columns of all rows: those of the first rank, of the second, ...
-        rows: how many of the n rows each rank gets, in rank order; may be 0 for some
-
-        Only draft columns are sent, each row to a single rank.
-        """
-        own_count = rows[self.group.rank()]
-        assert drafted.shape == (sum(rows), len(self.local))
-        if self.group.size() == 1:
-            return drafted
-        receive_sizes = [own_count * each for each in self.widths]
-        incoming = drafted.new_empty(sum(receive_sizes))
-        dist.all_to_all_single(
-            incoming,
-            drafted.flatten(),
-            receive_sizes,
-            [each * len(self.local) for each in rows],
-            group=self.group,
-        )
-        # the result is laid out row by row, but the data arrived rank by rank
-        pieces = zip(incoming.split(receive_sizes), self.widths, strict=True)
-        return torch.cat([piece.view(own_count, width) for piece, width in pieces], 1)
+    Only draft columns are sent, each row to a single rank.
+    """
+    own_count, own_width = rows[group.rank()], widths[group.rank()]
+    assert drafted.shape == (sum(rows), own_width)
+    receive_sizes = [own_count * width for width in widths]
+    incoming = drafted.new_empty(sum(receive_sizes))
+    dist.all_to_all_single(
+        incoming, drafted.flatten(), receive_sizes, [count * own_width for count in rows], group=group
+    )
+    # the result is laid out row by row, but the data arrived rank by rank
+    pieces = zip(incoming.split(receive_sizes), widths, strict=True)
+    return torch.cat([piece.view(own_count, width) for piece, width in pieces], 1)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import deal_streams
-from eagle3.targets.logits import DraftColumns, ShardSummary
+from eagle3.targets.logits import ShardSummary, draft_widths, exchange_columns, local_columns
 
 WORLDS = (2, 4)
 PADDING = 1e30  # fills the columns that are not tokens
@@ -108,10 +108,10 @@ def summarize(rows: Rows, group: ProcessGroup) -> dict[str, Any]:
 
 def exchange(case: Dealt, group: ProcessGroup) -> Tensor:
     logits, first, valid = shard_of(case.rows, group)
-    columns = DraftColumns.of(torch.tensor(case.drafted), first, valid, group)
+    shard = torch.tensor(case.drafted), first, valid
     rows = document_rows(case.lengths, group.size())
-    drafted = logits[torch.cat(rows)][:, columns.local]
-    return columns.exchange(drafted, [len(each) for each in rows])
+    drafted = logits[torch.cat(rows)][:, local_columns(*shard)]
+    return exchange_columns(drafted, draft_widths(*shard, group), [len(each) for each in rows], group)
 
 
 def work(topology: Topology) -> dict[str, Any]:

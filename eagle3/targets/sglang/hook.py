@@ -27,11 +27,12 @@ from eagle3.states.store.codecs import StoreDtype
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.checkpoint import fingerprint
 from eagle3.targets.logits import (
-    DraftColumns,
     ShardSummary,
     TeacherSummary,
     by_blocks,
+    draft_widths,
     exact_logits,
+    exchange_columns,
     local_columns,
 )
 from eagle3.targets.sglang.version import (
@@ -282,7 +283,7 @@ class ServedTeacher:
         self.logits, self.head, self.draft_ids = logits, head, draft_ids
         # Found once: on a GPU, the host waits for it.
         self.local = None if draft_ids is None else local_columns(draft_ids, self.head.first_id, self.head.valid)
-        self.columns: DraftColumns | None = None
+        self.widths: list[int] | None = None
 
     def taught(self, last: Tensor) -> tuple[ShardSummary, Tensor | None]:
         """What this rank's columns say of rows `last` [M, H]: a summary and, if logits are kept, its draft columns
@@ -306,9 +307,9 @@ class ServedTeacher:
         elif self.head.whole:
             values = drafted[own]
         else:
-            if self.columns is None:
-                self.columns = DraftColumns.of(self.draft_ids, self.head.first_id, self.head.valid, group)
-            values = self.columns.exchange(drafted, counts)
+            if self.widths is None:
+                self.widths = draft_widths(self.draft_ids, self.head.first_id, self.head.valid, group)
+            values = exchange_columns(drafted, self.widths, counts, group)
         return values, summary.argmax[own], summary.logsumexp[own]
 
 
