@@ -10,8 +10,7 @@ from pydantic.dataclasses import dataclass
 from eagle3.console import Say, aligned
 from eagle3.errors import UserError
 from eagle3.evaluation.results import Conditions, CountedConversation, SpeculativeResult, tables
-from eagle3.planning.payoff import PayOff
-from eagle3.planning.policy import schedule, serving_lines
+from eagle3.planning.payoff import PayOff, schedule, serving_lines
 
 
 @dataclass(frozen=True, kw_only=True)

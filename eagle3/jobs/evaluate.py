@@ -29,10 +29,9 @@ from eagle3.evaluation.sglang_judge import DraftTree, LogitFacts, judge_by_sglan
 from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.sglang_engine import engine_options
 from eagle3.parallel.topology import Topology
-from eagle3.planning.costs import MeasuredCosts
+from eagle3.planning.costs import MeasuredCosts, SheetCosts
 from eagle3.planning.gpus import DEFAULT_GPU, GPUS
 from eagle3.planning.payoff import ESTIMATED, PayOff, surface
-from eagle3.planning.sheet import ServedTarget, SheetCosts
 from eagle3.recipe.schema import Recipe
 from eagle3.sealed import sealed
 from eagle3.targets.facts import read_facts, require_no_state
@@ -224,7 +223,7 @@ def estimated_pay_off(
     sheet, model = GPUS[gpu], known.recipe.model
     facts = read_facts(known.target, model.revision, model.trust_model_code)
     gpus = facts.engine_gpus(sheet.memory * sheet.for_weights)
-    costs = SheetCosts(ServedTarget.of(facts), draft, sheet, gpus)
+    costs = SheetCosts(facts, draft, sheet, gpus)
     cells = surface(costs, shares, BATCHES, costs.fits)
     if not cells:
         raise UserError(f"--gpu {gpu}: {gpus} of them hold no conversation of these contexts beside the weights")

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCardData
 from eagle3.draft.config import DraftConfig
 from eagle3.durable import write_text
 from eagle3.errors import UserError
-from eagle3.planning.policy import ADAPTIVE, schedule, sglang_flags, tier_table, vllm_flags
+from eagle3.planning.payoff import ADAPTIVE, schedule, sglang_flags, tier_table, vllm_flags
 from eagle3.reporting.markdown import Markdown, Table, escaped, fenced_command, one_line, template, versions_in_words
 from eagle3.reporting.record import RunRecord, hub_id_of, read_run, target_name
 from eagle3.targets.sglang.version import why_not_served

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from eagle3.durable import write_bytes, write_text
-from eagle3.planning.policy import tier_table
+from eagle3.planning.payoff import tier_table
 from eagle3.reporting.advice import advise
 from eagle3.reporting.charts import Absent, charts
 from eagle3.reporting.markdown import summary, template

@@ -15,7 +15,7 @@ from transformers import AutoConfig, DeepseekV2Config, LlamaForCausalLM, PreTrai
 from vllm_source import VLLMSource, installed
 
 from eagle3.draft.derivation import derive_draft
-from eagle3.planning.policy import vllm_flags
+from eagle3.planning.payoff import vllm_flags
 from eagle3.targets.aux_layers import default_aux_layers
 from eagle3.targets.transformers import TransformersTarget
 

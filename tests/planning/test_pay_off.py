@@ -1,15 +1,28 @@
-"""Whether a draft pays: speed-ups by hand, costs fitted to measured times, and costs by data sheet."""
+"""Whether a draft pays: speed-ups by hand, costs fitted to measured times, and costs by data sheet. And what
+engines are to be told of it, which their own code reads so. (vLLM's: test_vllm.py.)"""
+
+import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from places import FAMILIES
 
 from eagle3.draft.config import DraftConfig
-from eagle3.planning.costs import MeasuredCosts, Timing, non_negative
+from eagle3.planning.costs import (
+    ITEMSIZE,
+    MeasuredCosts,
+    SheetCosts,
+    Timing,
+    key_layers,
+    non_negative,
+    token_flops,
+    weight_bytes,
+)
 from eagle3.planning.gpus import GPUS
-from eagle3.planning.payoff import Cell, PayOff, surface
-from eagle3.planning.sheet import ITEMSIZE, ServedTarget, SheetCosts
+from eagle3.planning.payoff import Cell, PayOff, schedule, serving_lines, sglang_flags, surface, vllm_flags
 from eagle3.targets.facts import read_facts
+from eagle3.targets.sglang.version import speculative_flags
 
 SHARES = {1000: [0.8, 0.5, 0.1], 4000: [0.6, 0.3, 0.1]}
 
@@ -103,34 +116,90 @@ def test_a_median_leaves_out_what_a_first_conversation_pays_for():
     ],
 )
 def test_a_targets_active_weights_and_keys_are_those_of_its_config(family, active, key_bytes):
-    facts = read_facts(str(FAMILIES / family))
-    target = ServedTarget.of(facts)
+    target = read_facts(str(FAMILIES / family))
     # Some count the embedding, some do not: 0.6B each for gpt-oss and Kimi.
-    assert target.token_flops / 2e9 == pytest.approx(active, rel=0.12)
-    assert sum(kind.layers * kind.bytes for kind in target.keys) == key_bytes
-    assert target.weight_bytes(1) <= target.weight_bytes(64) <= facts.bytes * (1 + 1e-12)
+    assert token_flops(target) / 2e9 == pytest.approx(active, rel=0.12)
+    assert sum(kind.layers * kind.bytes for kind in key_layers(target.config)) == key_bytes
+    assert weight_bytes(target, 1) <= weight_bytes(target, 64) <= target.bytes
 
 
 def test_costs_by_data_sheet_are_reading_or_computing_whichever_takes_longer():
-    facts = read_facts(str(FAMILIES / "llama-3.1-8b"))
-    target, gpu = ServedTarget.of(facts), GPUS["h100"]
+    target, gpu = read_facts(str(FAMILIES / "llama-3.1-8b")), GPUS["h100"]
     shape = {"hidden_size": 4096, "target_hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
     shape |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256, "draft_vocab_size": 32000}
     draft = DraftConfig(**shape, max_position_embeddings=131072, window=512)
     costs = SheetCosts(target, draft, gpu, gpus=1)
     bandwidth, context = gpu.bandwidth * gpu.reached_bandwidth, 8192
-    reading = facts.bytes + 4 * context * 131072
+    reading = target.bytes + 4 * context * 131072
     assert costs.verifying(4, 1, context) == pytest.approx(32 * gpu.layer_seconds + reading / bandwidth)
-    many = 64 * 5 * (target.token_flops + context * 32 * 4 * 32 * 128) / (gpu.flops * gpu.reached_flops)
-    longer = max(many, (facts.bytes + 64 * context * 131072) / bandwidth)
+    many = 64 * 5 * (token_flops(target) + context * 32 * 4 * 32 * 128) / (gpu.flops * gpu.reached_flops)
+    longer = max(many, (target.bytes + 64 * context * 131072) / bandwidth)
     assert costs.verifying(64, 5, context) == pytest.approx(32 * gpu.layer_seconds + longer)
     keys = 512 * 2 * 8 * 128 * ITEMSIZE
     step = 2 * 4096 * 48 * 128 + 2 * 4096 + 4096 * 4096 + 3 * 4096 * 14336 + 4096 + 4096 * 32000 + 4096
     entry = 3 * 4096 * 4096
     chain = 3 * (gpu.layer_seconds + (ITEMSIZE * step + keys) / bandwidth)
     assert costs.drafting(1, 3, context) == pytest.approx(gpu.layer_seconds + ITEMSIZE * entry / bandwidth + chain)
-    weights, of_token = facts.bytes + ITEMSIZE * (step + entry), 131072
+    weights, of_token = target.bytes + ITEMSIZE * (step + entry), 131072
     room = (0.9 * gpu.memory - weights - 16 * 512 * 2 * 8 * 128 * ITEMSIZE) / 16 / of_token
     assert costs.fits(16, int(room) - 1) and not costs.fits(16, int(room) + 1)
     cells = surface(costs, {int(room) + 1: [0.5]}, (1, 16), costs.fits)
     assert [cell.batch for cell in cells] == [1]
+
+
+# Speed-ups by context, for batches of 1, 4, 16 and 64 and for one and two draft tokens.
+GAINS = {(1, 1): (1.6, 1.4), (1, 2): (2.0, 1.2), (4, 1): (1.6, 1.2), (4, 2): (1.9, 1.1)}
+GAINS |= {(16, 1): (1.5, 0.9), (16, 2): (1.4, 0.7), (64, 1): (1.1, 0.8), (64, 2): (1.0, 0.7)}
+CELLS = [
+    Cell(context, batch, drafts, gains[place], 1.0)
+    for place, context in enumerate((1024, 4096))
+    for (batch, drafts), gains in GAINS.items()
+]
+SCHEDULE = {1: 2, 16: 1, 64: 0}
+
+
+def test_a_batch_gets_the_number_with_the_highest_mean_over_contexts_and_none_where_that_loses():
+    tiers = PayOff("by hand", CELLS).tiers
+    assert [(tier.batch, tier.drafts) for tier in tiers] == [(1, 2), (4, 2), (16, 1), (64, 1)]
+    assert [tier.speed_up for tier in tiers] == pytest.approx([1.6, 1.5, 1.2, 0.95])
+    assert schedule(tiers) == SCHEDULE
+    (crossing,) = tiers[2].paying  # from 1.5 to 0.9 on the logarithm of the context
+    assert crossing.high == pytest.approx(1024 * 4 ** (0.5 / 0.6))
+
+
+def test_a_draft_that_pays_for_no_batch_is_advised_against():
+    lossy = PayOff("by hand", [replace(cell, break_even=9.0) for cell in CELLS])
+    *_, last = serving_lines(lossy, None, "")
+    assert last == "serve the target without the draft"
+    assert schedule(lossy.tiers) == {1: 0}
+
+
+def test_a_batch_that_fits_only_after_short_contexts_says_so():
+    pays = PayOff("by hand", [cell for cell in CELLS if (cell.batch, cell.context) != (16, 4096)])
+    lines = serving_lines(pays, None, "")
+    assert any("at all judged contexts (of up to 1,024 tokens, which fit)" in line for line in lines)
+    assert sum("which fit" in line for line in lines) == 1
+
+
+def test_a_draft_that_sglang_does_not_serve_gets_no_flags_for_it():
+    lines = serving_lines(PayOff("by hand", CELLS), None, "SGLang does not know qk_norm")
+    assert lines[-2].startswith("vLLM: ") and lines[-1] == "SGLang: SGLang does not know qk_norm"
+
+
+def test_one_number_for_all_batches_needs_no_schedule():
+    expected = {"method": "eagle3", "model": "DRAFT", "num_speculative_tokens": 3}
+    assert json.loads(vllm_flags("DRAFT", {1: 3})[1]) == expected
+    assert sglang_flags("DRAFT", {1: 3}, 64) == (speculative_flags("DRAFT", 3, 1, 4, 64), "")
+
+
+@pytest.mark.sglang
+def test_sglangs_own_class_reads_the_draft_tokens_by_batch(tmp_path):
+    from sglang.srt.speculative.adaptive_spec_params import AdaptiveSpeculativeParams
+
+    (tmp_path / "adaptive.json").write_text(sglang_flags("DRAFT", SCHEDULE, None)[1])
+    own = AdaptiveSpeculativeParams(initial_steps=2, cfg_path=str(tmp_path / "adaptive.json"))
+    assert own.candidate_steps == [0, 1, 2]
+    for batch, drafts in ((1, 2), (15, 2), (16, 1), (63, 1), (64, 0), (500, 0)):
+        for _ in range(50):  # however much is accepted
+            own.on_verify_complete([2] * batch, batch)
+        assert own.get_steps_for_batch(batch) == drafts
