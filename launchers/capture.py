@@ -58,7 +58,7 @@ def run(recipe: Recipe, options: argparse.Namespace, part: tuple[int, int]) -> i
     console = Console(is_first_rank(), options.quiet)
     console(f"recipe: {options.recipe}; store: {recipe.hidden_states.path}")
     with waiting(console, "loading PyTorch and DeepSpeed"), slow_imports(options.quiet):
-        from eagle3.jobs.capture import watched_capture
+        from eagle3.jobs.supply import watched_capture
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
     hidden = recipe.hidden_states
@@ -78,10 +78,10 @@ def work(
     watchdog: "Watchdog",
 ) -> int:
     """Carries out what the options ask for. Returns this rank's exit code."""
-    from eagle3.jobs.capture import fill, verify
     from eagle3.jobs.job import choose_draft, find_target, gather_inputs
     from eagle3.jobs.provenance import spans_of
     from eagle3.jobs.sglang_engine import SGLangEngine
+    from eagle3.jobs.supply import fill, verify
     from eagle3.parallel.topology import agreed
     from eagle3.states.capture import wanted_samples
     from eagle3.states.store.folder import has_shards

@@ -21,8 +21,8 @@ from pathlib import Path
 import torch
 from processes import begin_ranks, ended, run_launcher
 
-import eagle3.jobs.capture
 import eagle3.jobs.plan
+import eagle3.jobs.supply
 import eagle3.jobs.train  # noqa: F401
 
 # Above and below: what the launchers import, so that the forks need not.

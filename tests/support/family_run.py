@@ -9,7 +9,7 @@ from jobs import job_of
 from places import RECIPES, ZERO2
 
 from eagle3.console import Console
-from eagle3.jobs.capture import fill, watched_capture
+from eagle3.jobs.supply import fill, watched_capture
 from eagle3.jobs.train import train
 from eagle3.parallel.topology import Topology
 from eagle3.recipe.loading import load_recipe

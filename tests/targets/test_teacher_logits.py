@@ -17,10 +17,10 @@ from training_path import Trained
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eagle3.errors import UserError
-from eagle3.jobs.capture import ShareCourse
 from eagle3.jobs.derived import store_encoding
 from eagle3.jobs.job import start_target
 from eagle3.jobs.provenance import provenance, store_provenance
+from eagle3.jobs.supply import ShareCourse
 from eagle3.jobs.train import train
 from eagle3.objective.distill import Teacher
 from eagle3.parallel.topology import Topology
