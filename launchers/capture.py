@@ -78,8 +78,7 @@ def work(
     watchdog: "Watchdog",
 ) -> int:
     """Carries out what the options ask for. Returns this rank's exit code."""
-    from eagle3.jobs.job import choose_draft, find_target, gather_inputs
-    from eagle3.jobs.provenance import spans_of
+    from eagle3.jobs.job import choose_draft, find_target, gather_inputs, spans_of
     from eagle3.jobs.sglang_engine import SGLangEngine
     from eagle3.jobs.supply import fill, verify
     from eagle3.parallel.topology import agreed

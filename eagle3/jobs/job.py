@@ -1,5 +1,8 @@
-"""Resolve a recipe once into records to pass on: target, tokenizer, samples, draft vocabulary, draft shape."""
+"""Resolve a recipe once into records to pass on: target, tokenizer, samples, draft vocabulary, draft shape; and the
+digests by which they are compared with runs and stores."""
 
+import datetime
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,19 +16,23 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from eagle3.console import Say, Warned, counted, waiting
 from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, demo_target
-from eagle3.draft.config import DraftConfig
+from eagle3.draft.config import DraftConfig, draft_digest
 from eagle3.draft.interchange import read_exported
+from eagle3.durable import file_digest
 from eagle3.errors import UserError
-from eagle3.jobs.derived import aux_layers_of, config_of, shape_draft, vocabulary_size
+from eagle3.jobs.derived import aux_layers_of, config_of, shape_draft, stored_settings, vocabulary_size
+from eagle3.packages import ABSENT, versions
 from eagle3.parallel.topology import agreed, every_core
+from eagle3.preflight.inputs import files_of
 from eagle3.recipe.data import Source
 from eagle3.recipe.schema import Recipe
+from eagle3.states.store.folder import Provenance
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.targets.transformers import TransformersTarget, load_target
-from eagle3.text.encode import SampleEncoder
+from eagle3.text.encode import SampleEncoder, tokenizer_identity
 from eagle3.text.mixing import Mixed, MixedPart, mixture
 from eagle3.text.prepare import Prepared, Summary, prepare_samples
-from eagle3.text.samples import SampleSet
+from eagle3.text.samples import SampleSet, Spans
 from eagle3.text.standard_library import standard_library_text
 from eagle3.text.template import Choices, read_template
 from eagle3.text.vocabulary import DraftVocabulary, choose_vocabulary, coverage, load_vocabulary
@@ -277,3 +284,69 @@ def choose_draft(inputs: Inputs, say: Say) -> Job:
         "tokens"
     )
     return Job(known.recipe, known, inputs, shape_draft(known.recipe, known.config, vocabulary), vocabulary, share)
+
+
+# What a job depends on ------------------------------------------------------------------------------------------------
+
+
+def target_provenance(known: KnownTarget) -> Provenance:
+    """Everything that the target's hidden states of a conversation depend on."""
+    template = str(known.chat_template or known.tokenizer.chat_template or "")
+    return {
+        "target": known.fingerprint,
+        "target_dtype": known.recipe.model.target_dtype,
+        "aux_layers": list(known.aux_layers),
+        "tokenizer": hashlib.sha256(tokenizer_identity(known.tokenizer).encode()).hexdigest()[:32],
+        "chat_template": hashlib.sha256(template.encode()).hexdigest()[:32],
+    }
+
+
+def input_digests(inputs: Inputs) -> dict[str, str]:
+    """Digests of a run's inputs, by recipe key: of every file (or exported draft) that the recipe names by a path, of
+    the target, and of the samples, whatever they were made from. They must be the same when the run is resumed."""
+    digests = target_provenance(inputs.known)
+    return {
+        **{
+            key: draft_digest(path) if path.is_dir() else file_digest(path)[:32]
+            for key, path in files_of(inputs.known.recipe).items()
+        },
+        "model.target": digests["target"],
+        "model.target's tokenizer": digests["tokenizer"],
+        "data.chat_template": digests["chat_template"],
+        "data.train": inputs.train.checksum,
+        "data.held_out": inputs.held_out.checksum,
+    }
+
+
+def provenance(job: Job) -> Provenance:
+    """Everything that the rows for training depend on. A store with a different provenance is refused."""
+    record = target_provenance(job.known)
+    if job.recipe.target.teacher == "logits":
+        record |= {"teacher": "logits", "teacher_vocabulary": job.vocabulary.digest}
+    return record
+
+
+def store_provenance(job: Job) -> Provenance:
+    """The settings with which a store must have been captured to serve this job."""
+    return {**provenance(job), **stored_settings(job.recipe)}
+
+
+def spans_of(recipe: Recipe) -> Spans | None:
+    """The spans of each sample that training supervises; None for its whole loss mask."""
+    spans = recipe.data.spans
+    return None if spans is None else Spans(spans.length, spans.per_document, recipe.data.seed)
+
+
+def capture_record(job: Job) -> Provenance:
+    """Facts about a capture that are useful to know but do not affect hidden states."""
+    recipe, spans = job.recipe, spans_of(job.recipe)
+    packages = versions(("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"))
+    return {
+        "target": job.known.target,
+        "revision": recipe.model.revision,
+        "backend": recipe.target.backend,
+        "draft_vocabulary": job.vocabulary.digest,
+        "spans": None if spans is None else str(spans),
+        "captured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **{name: number for name, number in packages.items() if number != ABSENT},  # blosc2 and sglang are optional
+    }

@@ -17,9 +17,8 @@ from eagle3.attention.block import BlockKernels
 from eagle3.console import Console, Say, waiting
 from eagle3.durable import writing
 from eagle3.errors import UserError
-from eagle3.jobs.derived import stored_reach
-from eagle3.jobs.job import Job, start_target
-from eagle3.jobs.provenance import capture_record, provenance, spans_of, store_provenance
+from eagle3.jobs.derived import store_encoding, stored_reach
+from eagle3.jobs.job import Job, capture_record, provenance, spans_of, start_target, store_provenance
 from eagle3.jobs.sglang_engine import SGLangEngine, own_probe
 from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import KernelDemand

@@ -22,7 +22,7 @@ from eagle3 import hub
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.jobs.provenance import store_provenance
+from eagle3.jobs.job import store_provenance
 from eagle3.jobs.train import train
 from eagle3.parallel.topology import start_distributed
 from eagle3.preflight.inputs import require_inputs

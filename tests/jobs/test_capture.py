@@ -20,7 +20,7 @@ from tiny_run import capture, deepspeed, finish, launch, make_target, run_script
 from eagle3.console import Console
 from eagle3.durable import create_text
 from eagle3.errors import UserError
-from eagle3.jobs.provenance import provenance, store_provenance
+from eagle3.jobs.job import provenance, store_provenance
 from eagle3.jobs.supply import verify
 from eagle3.recipe.loading import load_recipe
 from eagle3.states.capture import ROUND_BATCHES, Wanted, disk_need, prefill_batches, require_disk, wanted_samples

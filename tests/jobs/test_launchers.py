@@ -13,7 +13,7 @@ from places import ZERO2
 from safetensors.torch import load_file
 from tiny_run import capture, conversations, launch, make_target, run_script, write_recipe
 
-from eagle3.jobs.provenance import store_provenance
+from eagle3.jobs.job import store_provenance
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import load_recipe
 from eagle3.states.store.reader import HiddenStateStore

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eagle3.errors import UserError
 from eagle3.jobs.derived import store_encoding
-from eagle3.jobs.job import start_target
-from eagle3.jobs.provenance import provenance, store_provenance
+from eagle3.jobs.job import provenance, start_target, store_provenance
 from eagle3.jobs.supply import ShareCourse
 from eagle3.jobs.train import train
 from eagle3.objective.distill import Teacher

@@ -11,7 +11,7 @@ from jobs import inputs_of
 from tiny_run import TEMPLATE, make_target, write_recipe
 
 from eagle3.errors import UserError
-from eagle3.jobs.provenance import input_digests
+from eagle3.jobs.job import input_digests
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import tokenizer_code
 from eagle3.text.samples import Sample
