@@ -1,7 +1,8 @@
-"""Run golden cases through the training code, and measure the error against the stored reference."""
+"""Whether this machine computes what the definition says: golden cases through the training code, and what doctor.py
+finds out about a job's GPUs and kernels."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -10,12 +11,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from eagle3.attention.cuda import FLASH4_CAPABILITY, has_flash4
 from eagle3.attention.ring import RingMode
+from eagle3.draft.config import DraftConfig
 from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, read_exported, shard, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
+from eagle3.jobs.derived import config_of, shape_draft
 from eagle3.jobs.gate import require_divisible
-from eagle3.kernels.choice import choose_kernels
+from eagle3.kernels.choice import (
+    NONE_RIGHT,
+    OPTIONAL,
+    Table,
+    agreement,
+    candidates_for,
+    choose_kernels,
+    described,
+    fastest,
+    parsed,
+    prove,
+)
 from eagle3.kernels.proof import KernelDemand, raised
 from eagle3.objective.losses import LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
 from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
@@ -23,8 +38,9 @@ from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.rows import Rule
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
-from eagle3.preflight.cluster import Cluster, Finding, Flaw
-from eagle3.recipe.schema import Parallelism, Training
+from eagle3.preflight.cluster import Cluster, Finding, Flaw, owners
+from eagle3.preflight.places import checkpoint_bytes
+from eagle3.recipe.schema import Parallelism, Recipe, Training
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.targets.logits import summarize_teacher
 from eagle3.text.vocabulary import DraftVocabulary
@@ -36,6 +52,7 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # Even with fp64 arithmetic, rounding only the weights and inputs to bf16 changes single gradients by up to 4.4e-2 in
 # `dense` and `ragged`, and by up to 7.5e-2 in `windowed`. So `windowed` cannot meet this tolerance in bf16.
 BFLOAT16_GRADIENTS, NOT_IN_BFLOAT16 = 5e-2, ("windowed",)
+FLASH4_ADVICE = 'not installed; up to twice as fast as 2: pip install -e ".[flash4]" -c constraints/cuda.txt'
 INPUTS = ("input_ids", "loss_mask", "attention_mask", "aux_hidden_state", "hidden_state", "lm_head_weight")
 
 
@@ -214,3 +231,86 @@ def _share_of_bound(
     steps = len(expected["ploss"])
     actual = run_case(read_case(case), topology, steps, dtype, deepspeed_file, sharding, sizes.ring_mode)
     return max(error / tolerance(name, dtype) for name, error in relative_errors(actual, expected).items())
+
+
+# What doctor.py finds out about GPUs and kernels ----------------------------------------------------------------------
+
+
+def checkpoint_of(recipe: Recipe) -> int | None:
+    """Bytes of one checkpoint of this recipe; None if the target's config is not available (yet)."""
+    draft = _draft(recipe)
+    return draft and checkpoint_bytes(draft, recipe.parallelism.tensor, getattr(torch, recipe.training.dtype).itemsize)
+
+
+def check_gpus(cluster: Cluster, device: torch.device) -> Finding:
+    """Checks that all ranks have the same GPUs. Collective. (That each has one to itself, NCCL checks.)"""
+
+    def look() -> tuple[str, int, int] | None:
+        if device.type != "cuda":
+            return None
+        return torch.cuda.get_device_name(device), *torch.cuda.mem_get_info(device)
+
+    gpus = cluster.ask("gpus", look, "look at nvidia-smi there")
+    if not any(gpus.values()):
+        return Finding("gpus", "note", "none: this is a CPU job, for tests and demonstrations")
+    if without := [rank for rank, gpu in gpus.items() if gpu is None]:
+        raise Flaw("gpus", f"no GPU for {cluster.named(without)}", "look at nvidia-smi and CUDA_VISIBLE_DEVICES there")
+    kinds = owners((rank, name) for rank, (name, _, _) in gpus.items())
+    if len(kinds) > 1:
+        raise Flaw(
+            "gpus",
+            "; ".join(f"{kind} on {cluster.named(ranks)}" for kind, ranks in kinds.items()),
+            "use nodes with the same GPUs: the slowest one sets the pace of all",
+        )
+    free, total, rank = min((free, total, rank) for rank, (_, free, total) in gpus.items())
+    return Finding(
+        "gpus",
+        "ok",
+        f"{len(gpus)} x {next(iter(kinds))} on {len(cluster.ranks)} node(s); least free memory {free / 2**30:.1f} of "
+        f"{total / 2**30:.1f} GiB ({cluster.named([rank])})",
+    )
+
+
+def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Iterator[Finding]:
+    """A finding for each kind of attention's blocks, for position-wise work and for the loss: every kernel's error and
+    time, and which one training will use. Collective."""
+    sizes = cluster.ask("kernels", lambda: _demanded(recipe), "change parallelism", [0])[0]
+    if sizes is None:
+        yield Finding("kernels", "note", "not tried, because the target's config is not available (yet)")
+        return
+    demand, device = KernelDemand(**sizes, dtype=getattr(torch, recipe.training.dtype)), topology.device
+    timed = device.type == "cuda"
+
+    def proven_here() -> Table:
+        candidates = candidates_for(demand, device, recipe.training.kernels)
+        return prove(candidates, demand, topology.alone, device, timed)
+
+    proven = cluster.ask("kernels", proven_here, "set training.kernels to auto, and look at nvidia-smi there")
+    for kind, verdicts in agreement([*map(parsed, proven.values())]).items():
+        if not verdicts:
+            continue  # blocks of this kind are cut into others
+        name, right = f"kernels for {described(kind)}", [each for each in verdicts if each.right]
+        used, failed = fastest(verdicts), not right and kind not in OPTIONAL
+        lines = [each.described + (", used" if each is used else "") for each in verdicts]
+        state = "failed" if failed else "ok" if len(right) == len(verdicts) else "note"
+        yield Finding(name, state, "; ".join(lines), NONE_RIGHT if failed else "")
+    if timed and torch.cuda.get_device_capability(device) >= FLASH4_CAPABILITY and not has_flash4(device):
+        yield Finding("FlashAttention 4", "note", FLASH4_ADVICE)
+
+
+def _demanded(recipe: Recipe) -> dict[str, int | None] | None:
+    """The fields of a KernelDemand that are JSON values. None if the target's config is not available (yet). Raises
+    UserError if this draft cannot be divided so."""
+    draft, parallelism = _draft(recipe), recipe.parallelism
+    if draft is None:
+        return None
+    require_divisible(draft, parallelism.tensor, parallelism.ulysses)
+    demand = KernelDemand.of(draft, parallelism.tensor, parallelism.ulysses, torch.float32, recipe.training.ttt_steps)
+    return {name: value for name, value in asdict(demand).items() if name != "dtype"}
+
+
+def _draft(recipe: Recipe) -> DraftConfig | None:
+    try:
+        return shape_draft(recipe, config_of(recipe))
+    except UserError:
+        return None  # training will report the reason in full
