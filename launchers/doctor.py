@@ -39,13 +39,13 @@ def main() -> int:
     with slow_imports(options.quiet):
         import torch.distributed as dist
 
-        from eagle3.parallel.topology import job_store, start_distributed, stop_distributed
-        from eagle3.preflight.cluster import StoreGather, join
+        from eagle3.parallel.topology import job_store, node_name, start_distributed, stop_distributed
+        from eagle3.preflight.cluster import Cluster, StoreGather
 
     topology = start_distributed(timeout=PATIENCE)
     store = dist.PrefixStore("preflight", job_store(PATIENCE))
     gather = StoreGather(store, dist.get_rank(), dist.get_world_size())
-    cluster, states = join(gather, gather.rank), []
+    cluster, states = Cluster(gather.rank, tuple(gather(node_name())), gather), []
     console, speaks = Console(topology.is_first, quiet=options.quiet), topology.is_first
     if speaks and not options.quiet:
         tell(f"processes: {len(cluster.nodes)}, nodes: {len(cluster.ranks)} ({', '.join(cluster.ranks)})")
@@ -81,7 +81,7 @@ def findings(
     """Runs the checks and yields their findings. Collective: every rank goes through all of them, in this order. Checks
     that may leave a link broken come last; golden cases, which need all links, only if none has failed (`states`)."""
     from eagle3.jobs import verify
-    from eagle3.preflight import bandwidth, places, start
+    from eagle3.preflight import bandwidth, start
 
     for name, traits in start.own_traits(recipe, deepspeed).items():
         yield from outcomes(start.compare, cluster, name, traits)
@@ -89,14 +89,14 @@ def findings(
     recipe = Recipe.model_validate(cluster.gather(recipe.model_dump(mode="json") if topology.is_first else None)[0])
     yield from outcomes(verify.check_gpus, cluster, topology.device)
     yield from outcomes(start.check_open_files, cluster)
-    yield from outcomes(places.check_shared, cluster, "output.dir", recipe.output.dir)
+    yield from outcomes(start.check_shared, cluster, "output.dir", recipe.output.dir)
     if recipe.hidden_states.mode == "live" and recipe.target.backend == "sglang" and len(cluster.ranks) > 1:
-        yield from outcomes(places.check_shared, cluster, "target.spool", Path(recipe.target.spool))
-    yield from outcomes(places.check_cache, cluster, "data.cache_dir", recipe.data.cache_dir)
-    yield from outcomes(places.check_inputs, cluster, inputs_of(recipe))
+        yield from outcomes(start.check_shared, cluster, "target.spool", Path(recipe.target.spool))
+    yield from outcomes(start.check_cache, cluster, "data.cache_dir", recipe.data.cache_dir)
+    yield from outcomes(start.check_inputs, cluster, inputs_of(recipe))
     checkpoint = cluster.gather(verify.checkpoint_of(recipe) if topology.is_first else None)[0]
     count = recipe.training.keep_checkpoints + 2  # plus the best one, and the one being written
-    yield from outcomes(places.check_space, cluster, recipe.output.dir, checkpoint, count)
+    yield from outcomes(start.check_space, cluster, recipe.output.dir, checkpoint, count)
     yield from outcomes(verify.check_kernels, cluster, topology, recipe)
     yield from outcomes(bandwidth.check_all_reduce, cluster, topology.device, 2 * PATIENCE)
     if "failed" not in states:

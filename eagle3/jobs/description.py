@@ -16,11 +16,11 @@ import torch.distributed as dist
 from eagle3.errors import UserError
 from eagle3.jobs.job import Job
 from eagle3.jobs.plan import memory_plan, planned_step, spanned
-from eagle3.packages import ABSENT, PACKAGES, versions
 from eagle3.parallel.topology import usable_cores
 from eagle3.planning.fitting import PlannedStream
 from eagle3.planning.memory import rank_bytes
 from eagle3.planning.step import Weights
+from eagle3.preflight.start import PACKAGES, versions
 from eagle3.text.datasets import dataset_named
 from eagle3.text.prepare import Summary
 from eagle3.text.samples import SampleSet
@@ -60,7 +60,7 @@ def describe_run(
         },
         "machine": _machine(device) | {"processes": processes},
         "kernels": kernels,
-        "versions": {name: number for name, number in versions(SHOWN).items() if number != ABSENT},
+        "versions": versions(SHOWN),
         "target": {
             "hub_id": None if _is_here(job.known.target) else recipe.model.target,
             "architecture": (target.architectures or [type(target).__name__])[0],

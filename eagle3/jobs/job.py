@@ -21,9 +21,9 @@ from eagle3.draft.interchange import read_exported
 from eagle3.durable import file_digest
 from eagle3.errors import UserError
 from eagle3.jobs.derived import aux_layers_of, config_of, shape_draft, stored_settings, vocabulary_size
-from eagle3.packages import ABSENT, versions
 from eagle3.parallel.topology import agreed, every_core
 from eagle3.preflight.inputs import files_of
+from eagle3.preflight.start import versions
 from eagle3.recipe.data import Source
 from eagle3.recipe.schema import Recipe
 from eagle3.states.store.folder import Provenance
@@ -340,7 +340,6 @@ def spans_of(recipe: Recipe) -> Spans | None:
 def capture_record(job: Job) -> Provenance:
     """Facts about a capture that are useful to know but do not affect hidden states."""
     recipe, spans = job.recipe, spans_of(job.recipe)
-    packages = versions(("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang"))
     return {
         "target": job.known.target,
         "revision": recipe.model.revision,
@@ -348,5 +347,5 @@ def capture_record(job: Job) -> Provenance:
         "draft_vocabulary": job.vocabulary.digest,
         "spans": None if spans is None else str(spans),
         "captured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        **{name: number for name, number in packages.items() if number != ABSENT},  # blosc2 and sglang are optional
+        **versions(("eagle3-recipes", "torch", "transformers", "tokenizers", "blosc2", "sglang")),
     }

@@ -32,8 +32,7 @@ from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.parallel.topology import Topology, agreed, gathered, node_name
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.patches import NormLimit
-from eagle3.preflight.places import checkpoint_bytes
-from eagle3.preflight.start import require_room, require_sound_start
+from eagle3.preflight.start import checkpoint_bytes, free_bytes, judge_space, require_sound_start
 from eagle3.recipe.schema import Recipe
 from eagle3.states.loader import StreamLoader
 from eagle3.states.store.files import open_files
@@ -156,8 +155,8 @@ def _resolve(gate: Gate, run: _Run) -> Job:
         run.on_first(lambda: run.folder.require_same_inputs(input_digests(inputs)))
     job = choose_draft(inputs, console)
     gate.know(draft=job.shape, longest=job.inputs.longest)
-    itemsize = getattr(torch, recipe.training.dtype).itemsize
-    require_room(run.folder.path, checkpoint_bytes(job.shape, recipe.parallelism.tensor, itemsize))
+    folder = run.folder.path  # which all ranks see
+    judge_space(folder, free_bytes(folder), checkpoint_bytes(recipe, job.shape), "a checkpoint")
     return job
 
 

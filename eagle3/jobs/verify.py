@@ -39,7 +39,7 @@ from eagle3.parallel.rows import Rule
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.preflight.cluster import Cluster, Finding, Flaw, owners
-from eagle3.preflight.places import checkpoint_bytes
+from eagle3.preflight.start import checkpoint_bytes
 from eagle3.recipe.schema import Parallelism, Recipe, Training
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.targets.logits import summarize_teacher
@@ -239,7 +239,7 @@ def _share_of_bound(
 def checkpoint_of(recipe: Recipe) -> int | None:
     """Bytes of one checkpoint of this recipe; None if the target's config is not available (yet)."""
     draft = _draft(recipe)
-    return draft and checkpoint_bytes(draft, recipe.parallelism.tensor, getattr(torch, recipe.training.dtype).itemsize)
+    return draft and checkpoint_bytes(recipe, draft)
 
 
 def check_gpus(cluster: Cluster, device: torch.device) -> Finding:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from eagle3.errors import SharedUserError, UserError, in_one_line
-from eagle3.parallel.topology import node_name
 
 Gather = Callable[[Any], list[Any]]
 Value = TypeVar("Value")
@@ -135,8 +134,3 @@ class StoreGather:
             self.store.set(f"rank {self.rank} leaves", b"")
         else:
             self.store.wait([f"rank {rank} leaves" for rank in range(1, self.world)])
-
-
-def join(gather: Gather, rank: int) -> Cluster:
-    """Finds out which rank is on which node. Collective."""
-    return Cluster(rank, tuple(gather(node_name())), gather)

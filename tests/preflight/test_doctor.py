@@ -14,9 +14,9 @@ from places import SUPPORT
 from tiny_run import deepspeed, finish, launch, make_target, write_recipe
 
 from eagle3.errors import SharedUserError
-from eagle3.packages import versions
-from eagle3.preflight import bandwidth, places, start
-from eagle3.preflight.cluster import Cluster, Flaw, StoreGather, join
+from eagle3.parallel.topology import node_name
+from eagle3.preflight import bandwidth, start
+from eagle3.preflight.cluster import Cluster, Flaw, StoreGather
 
 
 def as_ranks(work, nodes=("a", "b"), timeout=10.0):
@@ -166,22 +166,22 @@ def test_nodes_and_parts_of_nodes_are_named():
 
 def test_slurm_tells_two_nodes_of_one_host_apart(monkeypatch):
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
-    host = join(lambda value: [value], 0).nodes
-    monkeypatch.setenv("SLURMD_NODENAME", host[0])
-    assert join(lambda value: [value], 0).nodes == host
+    host = node_name()
+    monkeypatch.setenv("SLURMD_NODENAME", host)
+    assert node_name() == host
     monkeypatch.setenv("SLURMD_NODENAME", "lab-1")
-    assert join(lambda value: [value], 0).nodes == (f"lab-1@{host[0]}",)
+    assert node_name() == f"lab-1@{host}"
 
 
 def test_a_version_that_one_node_lacks_is_named():
-    here = versions(["torch", "no-such-package"])
-    assert here["no-such-package"] == "absent" and here["python"] == ".".join(map(str, sys.version_info[:3]))
-    newer = here | {"torch": "99.0"}
+    here = start.versions(["torch", "no-such-package"])
+    assert "no-such-package" not in here and here["python"] == ".".join(map(str, sys.version_info[:3]))
+    without = {name: number for name, number in here.items() if name != "torch"}
     unequal, equal = (
         only(as_ranks(lambda cluster, traits=traits: start.compare(cluster, "versions", traits[cluster.rank])))
-        for traits in ((here, newer), (here, here))
+        for traits in ((here, without), (here, here))
     )
-    assert unequal.state == "failed" and unequal.found == f"torch: {here['torch']} on node a; 99.0 on node b"
+    assert unequal.state == "failed" and unequal.found == f"torch: {here['torch']} on node a; absent on node b"
     assert equal.state == "ok"
 
 
@@ -191,7 +191,7 @@ def test_a_folder_of_the_same_name_on_another_disk_is_not_shared(tmp_path):
 
     def shared(folders):
         runs = [folder / "x" / "run" for folder in folders]
-        return as_ranks(lambda cluster: places.check_shared(cluster, "output.dir", runs[cluster.rank], patience=0.3))
+        return as_ranks(lambda cluster: start.check_shared(cluster, "output.dir", runs[cluster.rank], patience=0.3))
 
     assert only(shared([tmp_path / "a"] * 2))._replace(found="") == ("output.dir", "ok", "", "")
     apart = shared([tmp_path / "a", tmp_path / "b"])[0]
@@ -208,7 +208,7 @@ def test_an_input_that_differs_between_nodes_is_named(tmp_path):
 
     def check(folders, **more):
         return as_ranks(
-            lambda cluster: places.check_inputs(cluster, {"data.train[0]": str(folders[cluster.rank]), **more})
+            lambda cluster: start.check_inputs(cluster, {"data.train[0]": str(folders[cluster.rank]), **more})
         )
 
     same = only(check([tmp_path / "a"] * 2, target="owner/model"))
@@ -223,18 +223,18 @@ def test_an_input_that_differs_between_nodes_is_named(tmp_path):
 def test_a_refusal_on_one_node_is_a_finding_and_nobody_waits(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     folders = [tmp_path, tmp_path / "file"]
-    finding = as_ranks(lambda cluster: places.check_space(cluster, folders[cluster.rank] / "run", None, 1))[0]
+    finding = as_ranks(lambda cluster: start.check_space(cluster, folders[cluster.rank] / "run", None, 1))[0]
     assert finding.state == "failed" and "file is in the way" in finding.found and "node b" in finding.found
 
 
 def test_a_disk_that_checkpoints_would_fill_is_found_before_they_do(small_disk):
     run = small_disk / "run"
-    finding = only(as_ranks(lambda cluster: places.check_space(cluster, run, 300_000, 4)))
+    finding = only(as_ranks(lambda cluster: start.check_space(cluster, run, 300_000, 4)))
     assert finding.state == "failed" and "training.keep_checkpoints" in finding.remedy
-    assert only(as_ranks(lambda cluster: places.check_space(cluster, run, 250_000, 4))).state == "ok"
-    start.require_room(run, 1_000_000)
+    assert only(as_ranks(lambda cluster: start.check_space(cluster, run, 250_000, 4))).state == "ok"
+    start.judge_space(run, start.free_bytes(run), 1_000_000, "a checkpoint")
     with pytest.raises(SharedUserError, match="disk space: .* free, 1.1 MB for a checkpoint; free some"):
-        start.require_room(run, 1_100_000)
+        start.judge_space(run, start.free_bytes(run), 1_100_000, "a checkpoint")
     assert list(small_disk.iterdir()) == []
 
 
