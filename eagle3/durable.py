@@ -1,8 +1,9 @@
 """Files that a kill or a full disk leaves either whole or absent, locks that a kill releases, and digests that reveal
-changes."""
+changes: of files, and of the JSON records that carry one."""
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,12 +11,17 @@ from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
 from secrets import token_hex
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError
 
 from eagle3.console import memory_size
 from eagle3.errors import NO_SPACE, UserError
+from eagle3.parsing import parse_json
+
+KEY, DIGEST = "sealed_as", "digest"
+# Exceptions that reading a record that is damaged, missing, or another's may raise.
+DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 class Lock(Enum):
@@ -140,3 +146,32 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# Sealed records -------------------------------------------------------------------------------------------------------
+
+
+def sealed(record: dict[str, Any], key: str) -> dict[str, Any]:
+    """The record, with its key and digest."""
+    whole = {**record, KEY: key}
+    return {**whole, DIGEST: _digest(whole)}
+
+
+def unsealed(record: dict[str, Any], key: str) -> dict[str, Any]:
+    """A record as it was before it was sealed. Raises one of DAMAGE if it is not that one."""
+    whole = {name: value for name, value in record.items() if name != DIGEST}
+    if record.get(DIGEST) != _digest(whole):
+        raise ValueError("its digest does not fit")
+    if whole.pop(KEY, None) != key:
+        raise ValueError(f"it is that of {record.get(KEY)}")
+    return whole
+
+
+def read_sealed(path: Path, key: str) -> dict[str, Any]:
+    """The record in a file. Raises one of DAMAGE like `unsealed`."""
+    return unsealed(parse_json(path.read_text(encoding="utf-8")), key)
+
+
+def _digest(record: dict[str, Any]) -> str:
+    plain = json.loads(json.dumps(record))  # as it is read back, with lists for tuples and texts for keys
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:32]

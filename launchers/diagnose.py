@@ -14,8 +14,13 @@ from eagle3.console import Console, is_first_rank, waiting
 from eagle3.errors import UserError, run_command
 from eagle3.hub import draft_folder, require_folder
 from eagle3.planning.gpus import DEFAULT_GPU, GPUS
-from eagle3.preflight.inputs import require_export, require_inputs, require_prompts_file
-from eagle3.preflight.result_file import require_result_place, write_result
+from eagle3.preflight.inputs import (
+    require_export,
+    require_inputs,
+    require_prompts_file,
+    require_result_place,
+    write_result,
+)
 from eagle3.recipe.loading import checked_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
 

@@ -19,8 +19,7 @@ from eagle3.draft.config import draft_digest, read_draft_config
 from eagle3.errors import UserError, run_command
 from eagle3.jobs.gate import require_chain
 from eagle3.planning.gpus import DEFAULT_GPU, GPUS
-from eagle3.preflight.inputs import prompt_files, require_export, require_inputs
-from eagle3.preflight.result_file import require_result_place, write_result
+from eagle3.preflight.inputs import prompt_files, require_export, require_inputs, require_result_place, write_result
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import MOST_KEYS, Recipe
 from eagle3.targets.sglang.installed import require_sglang

@@ -20,8 +20,8 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.draft.published import plain_tensors
 from eagle3.durable import flush, publish, require_access
 from eagle3.errors import UserError
-from eagle3.finite import require_finite
 from eagle3.parsing import read_json_object
+from eagle3.tensors import require_finite
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 DIGEST = "sha256_of_tensors"  # a key in the weights' metadata; engines ignore it

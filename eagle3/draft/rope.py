@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from eagle3.draft.config import DraftConfig
-from eagle3.transfer import send
+from eagle3.tensors import send
 
 
 class Rotation(NamedTuple):

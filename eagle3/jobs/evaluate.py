@@ -13,6 +13,7 @@ from torch import Tensor
 from eagle3.console import Console, counted, waiting
 from eagle3.draft.config import DraftConfig, draft_digest
 from eagle3.draft.interchange import ExportedDraft, read_exported
+from eagle3.durable import sealed
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.context_results import BestRate, ContextJudgement
@@ -33,7 +34,6 @@ from eagle3.planning.costs import MeasuredCosts, SheetCosts
 from eagle3.planning.gpus import DEFAULT_GPU, GPUS
 from eagle3.planning.payoff import ESTIMATED, PayOff, surface
 from eagle3.recipe.schema import Recipe
-from eagle3.sealed import sealed
 from eagle3.targets.facts import read_facts, require_no_state
 from eagle3.targets.sglang.draft_check import require_known
 from eagle3.targets.sglang.version import require_captured, why_not_served

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from eagle3.objective.softmaxes import PLAIN, Logits, LossKernel
 from eagle3.objective.streaming import StreamedRows
 from eagle3.targets.logits import LogitTransform
-from eagle3.transfer import send
+from eagle3.tensors import send
 
 # Default size of one block of the loss, and of one chunk of position-wise work.
 BLOCK_BYTES = 2**30

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from eagle3.objective.chains import ChainCounts
 from eagle3.objective.distill import StepSums, StepWeights
-from eagle3.transfer import send
+from eagle3.tensors import send
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from eagle3.parallel.sequence import SequencePlan, Stream
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import DraftLogits, Rows
 from eagle3.targets.logits import LogitTransform
-from eagle3.transfer import pinned, send
+from eagle3.tensors import pinned, send
 
 
 @dataclass(frozen=True)

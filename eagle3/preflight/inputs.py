@@ -1,12 +1,16 @@
-"""Checks the files that a recipe reads, before any import that takes seconds."""
+"""Checks the files that a recipe and options name, before any import that takes seconds; and writes a result file."""
 
+import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from eagle3.console import Console
 from eagle3.draft.config import DraftConfig, read_draft_config
-from eagle3.durable import require_access
+from eagle3.durable import KEY, require_access, write_bytes, writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.hub import require_folder, require_no_draft
 from eagle3.parsing import read_json_object
@@ -23,6 +27,7 @@ OUTPUTS = ("output.dir", "data.cache_dir")  # paths that a run writes
 TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
 # Includes pickled weights, which are refused later, when they are read.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
+RESULT_REMEDY = "free space and judge again, or name another file with --out"
 ABSENT = "copy it there from where the rest comes from"
 
 
@@ -144,3 +149,27 @@ def require_prompts_file(file: Path, value: str | None = None) -> None:
     if not (file.is_file() and file.suffix in (*KINDS, ".txt")):
         problem = "is not a file of such a kind" if file.exists() else "no such file"
         raise UserError(f"--prompts {value or file}: {problem}; name a .jsonl, .json, .parquet or .txt file")
+
+
+# The JSON file that a judgement or a diagnosis is written to ----------------------------------------------------------
+
+
+def require_result_place(out: Path) -> None:
+    """Raises UserError before anything is decoded if the result could not be written, or would overwrite something
+    else."""
+    if out.exists() and not out.is_file():
+        raise UserError(f"--out {out}: exists, but is not a file; name a file for the result")
+    if not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}; create it, or name another file")
+    with writing(out, RESULT_REMEDY), tempfile.TemporaryFile(dir=out.parent):
+        pass
+    if out.exists() and out.stat().st_size and KEY not in out.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(f"--out {out}: holds something other than an evaluation; name another file")
+
+
+def write_result(out: Path, result: dict[str, Any], console: Console) -> None:
+    with writing(out, RESULT_REMEDY):
+        aside = write_bytes(out, f"{json.dumps(result, indent=2)}\n".encode(), aside=True)
+    if aside:
+        console.result(f"{out} held an earlier result: moved to {aside}")
+    console.result(f"written to {out}")

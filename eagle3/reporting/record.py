@@ -16,13 +16,13 @@ from pydantic import BaseModel, NonNegativeInt, TypeAdapter, ValidationError
 
 from eagle3.console import all_without_passwords
 from eagle3.draft.config import draft_digest, read_draft_config
+from eagle3.durable import unsealed
 from eagle3.errors import UserError
 from eagle3.evaluation.context_results import ContextJudgement
 from eagle3.evaluation.results import Conditions, Judgement, SpeculativeResult
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.planning.payoff import PayOff
 from eagle3.recipe.loading import load_recipe
-from eagle3.sealed import unsealed
 from eagle3.text.datasets import dataset_named
 from eagle3.training.run_folder import RunFolder
 

@@ -14,9 +14,9 @@ from transformers.utils import cached_file
 from transformers.utils.logging import disable_progress_bar
 
 from eagle3.errors import UserError
-from eagle3.finite import require_finite
 from eagle3.targets.checkpoint import load_causal_lm, readable, weight_files, whole_config
 from eagle3.targets.logits import LogitTransform, TargetHead
+from eagle3.tensors import require_finite
 
 # Config fields that change logits. Model families use different names for the same thing.
 SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")

@@ -25,8 +25,8 @@ from eagle3.states.rows import Rows
 from eagle3.targets.facts import RECURRENT, length_ropes, recurrent_layers
 from eagle3.targets.logits import check_tokens
 from eagle3.targets.transformers import TransformersTarget
+from eagle3.tensors import send
 from eagle3.text.samples import Sample
-from eagle3.transfer import send
 
 # The name under which our attention is registered with transformers while the decoder runs with it.
 IMPLEMENTATION = "eagle3_long_prefill"

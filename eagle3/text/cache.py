@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from eagle3.console import Say, Warned
-from eagle3.durable import Lock, file_digest, lock, writing
+from eagle3.durable import DAMAGE, Lock, file_digest, lock, read_sealed, sealed, writing
 from eagle3.errors import UserError
-from eagle3.sealed import DAMAGE, read_sealed, sealed
 
 LOCK = "owner.lock"
 RECORD = "record.json"  # the digests of the other files, sealed under the folder's name

@@ -19,8 +19,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from eagle3.console import Progress, Say, Warned, counted, waiting, with_marks
-from eagle3.durable import write_text
-from eagle3.sealed import DAMAGE, read_sealed, sealed
+from eagle3.durable import DAMAGE, read_sealed, sealed, write_text
 from eagle3.text.cache import Unresumable, found, replacing_folder
 from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, iterate_conversations

@@ -19,9 +19,9 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from eagle3.console import waiting
 from eagle3.durable import file_digest, flush, publish
 from eagle3.errors import SharedUserError, UserError, shown
-from eagle3.finite import is_finite
 from eagle3.parallel.topology import agreed
 from eagle3.patches import collect_failures, plain_loads
+from eagle3.tensors import is_finite
 from eagle3.training import safe_loading
 from eagle3.training.manifest import MANIFEST, CheckpointManifest, finished
 from eagle3.training.safe_loading import require_plain

@@ -13,13 +13,12 @@ from typing import Any, Literal
 import yaml
 
 from eagle3.console import all_without_passwords, without_passwords
-from eagle3.durable import move_aside, require_access, write_bytes, write_text, writing
+from eagle3.durable import DAMAGE, move_aside, read_sealed, require_access, sealed, write_bytes, write_text, writing
 from eagle3.errors import UserError, shown
 from eagle3.parsing import parse_json, parse_yaml
 from eagle3.preflight.inputs import inputs_of
 from eagle3.recipe.loading import dump_recipe, leaves
 from eagle3.recipe.schema import Recipe
-from eagle3.sealed import DAMAGE, read_sealed, sealed
 from eagle3.training.claim import CLAIM, Claim
 from eagle3.training.manifest import finished
 from eagle3.training.metrics_file import read_records

@@ -25,7 +25,7 @@ from eagle3.evaluation.results import Conditions, as_json
 from eagle3.jobs.evaluate import ByContext, best_rates, decoding_of, judge, judge_contexts, prompts_to_judge
 from eagle3.planning.costs import Timing
 from eagle3.planning.payoff import Cell, PayOff
-from eagle3.preflight.result_file import require_result_place
+from eagle3.preflight.inputs import require_result_place
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import fingerprint
 from eagle3.targets.transformers import load_target

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from eagle3.draft.config import draft_digest
 from eagle3.draft.interchange import EMBEDDING
+from eagle3.durable import unsealed
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.parallel.topology import usable_cores
-from eagle3.sealed import unsealed
 from eagle3.targets.transformers import load_target
 
 ID, REVISION = "someone/draft", "0" * 40

@@ -8,10 +8,10 @@ import numpy as np
 import yaml
 
 from eagle3.draft.config import draft_digest
+from eagle3.durable import sealed
 from eagle3.evaluation.context_results import ContextAcceptance, ContextJudgement
 from eagle3.evaluation.results import Judgement, SpeculativeResult, as_json
 from eagle3.planning.payoff import PayOff
-from eagle3.sealed import sealed
 from eagle3.training.run_folder import RunFolder
 
 STEPS, TTT_STEPS = 400, 4

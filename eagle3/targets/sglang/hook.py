@@ -47,7 +47,7 @@ from eagle3.targets.sglang.version import (
     tensor_ranks,
     transform_of,
 )
-from eagle3.transfer import send
+from eagle3.tensors import send
 
 # Number of threads that write samples in parallel; each writes about 0.5 GB/s.
 WRITERS = 4
