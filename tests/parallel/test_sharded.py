@@ -9,21 +9,18 @@ from typing import Any
 import pytest
 import sharded_cases
 import torch
-from counted_bytes import WAYS
 from definition import Loss, define
 from places import GOLDEN, ROOT
 from processes import kept
 from sharded_cases import AXES, STEPS, Sharded, base_cases, covering_cases
-from sharded_worker import golden_cases, in_bfloat16, in_fp32
+from sharded_worker import ALONE, COURSE_STEPS, COURSES, LEARNING_RATE, WAYS, golden_cases, in_bfloat16, in_fp32
 from tiny_run import finish, launch
 from torch import Tensor
 from training_path import train_case
-from zero2_course import COURSES, LEARNING_RATE, reference
-from zero2_course import STEPS as STEPS_OF_COURSE
 
 from eagle3.jobs.verify import read_tensors, relative_errors, tolerance
 
-CASES, ALONE = base_cases() + covering_cases(), [*map(reference, COURSES)]
+CASES = base_cases() + covering_cases()
 
 
 class Computed:
@@ -32,7 +29,7 @@ class Computed:
     def __init__(self, folder) -> None:
         path = f"PYTHONPATH={ROOT / 'benchmarks'}:{os.environ.get('PYTHONPATH', '')}"  # for sent_bytes and shares
         finish(launch("env", path, sys.executable, "tests/support/sharded_worker.py", str(folder)))
-        self.ranks = {sizes: kept(folder, str(sizes)) for sizes in {each.sizes for each in (*CASES, *ALONE, *COURSES)}}
+        self.ranks = {sizes: kept(folder, str(sizes)) for sizes in {each.sizes for each in (*CASES, ALONE, *COURSES)}}
 
     def of(self, case: Sharded, what: object) -> Any:
         """What the first rank of the case computed."""
@@ -158,8 +155,8 @@ def test_every_layout_passes_golden_cases_through_the_engine(computed, case, nam
 @pytest.mark.parametrize("course", COURSES, ids=lambda course: course.name)
 def test_ten_zero2_steps_follow_one_process(computed, course):
     """Compares losses, gradient norms before clipping, and the final weights."""
-    actual, expected = (computed.of(each, "course") for each in (course, reference(course)))
-    assert actual.keys() == expected.keys() and len(expected["losses"]) == STEPS_OF_COURSE
+    actual, expected = (computed.of(each, "course") for each in (course, ALONE))
+    assert actual.keys() == expected.keys() and len(expected["losses"]) == COURSE_STEPS
     assert float(expected["losses"].max() - expected["losses"].min()) > 0.1 and float(expected["norms"].min()) > 0
     for name, tensor in expected.items():
         difference = actual[name] - tensor
