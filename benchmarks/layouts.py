@@ -15,7 +15,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.jobs.gate import require_divisible
 from eagle3.objective.distill import StepWeights
-from eagle3.objective.losses import BatchCounts, LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
+from eagle3.objective.losses import BatchCounts, LossConfig, batch_metrics, batch_sum, step_weights
 from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
@@ -174,7 +174,7 @@ def prepare_rows(
     draft_id = torch.where(torch.arange(config.vocab_size) < size, torch.arange(config.vocab_size), -1)
     rows = Rows(aux, LastHidden(last, *summarize_teacher(last, head)))
     batch = BatchMaker(draft_id, own, dtype).micro_batch(stream, plan, rows).to(topology.device, residence)
-    counts = sum_counts([batch.counts(topology.sequence.rank() == 0)], topology.batch, topology.device)
+    counts = batch_sum([batch.counts(topology.sequence)], topology)
     objective = DraftObjective(draft.to(topology.device), topology, layout.mode, memory)
     return Prepared(objective, batch, step_weights(LossConfig(), counts, None), counts, plan)
 
@@ -190,5 +190,5 @@ def run_step(prepared: Prepared, topology: Topology) -> Step:
     dist.barrier(topology.stream)
     seconds = time.perf_counter() - began
     dist.all_reduce(cpu_seconds, dist.ReduceOp.MAX, topology.stream)
-    metrics = batch_metrics(LossConfig(), sum_sums([distilled.sums], topology.batch), prepared.counts)
+    metrics = batch_metrics(LossConfig(), batch_sum([distilled.sums], topology), prepared.counts)
     return Step(seconds, float(cpu_seconds), metrics.loss)

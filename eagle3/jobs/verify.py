@@ -32,7 +32,7 @@ from eagle3.kernels.choice import (
     prove,
 )
 from eagle3.kernels.proof import KernelDemand, raised
-from eagle3.objective.losses import LossConfig, batch_metrics, step_weights, sum_counts, sum_sums
+from eagle3.objective.losses import LossConfig, batch_metrics, batch_sum, step_weights
 from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.rows import Rule
@@ -109,8 +109,8 @@ def run_case(
     objective = DraftObjective(draft, topology, ring_mode, memory, kernels).to(topology.device)
     batch = _micro_batch(case, topology, steps, sharding, draft.lm_head.weight)
     config, ranks = LossConfig(normalization="tokens"), topology.data.size()
-    counts = sum_counts([batch.counts(topology.sequence.rank() == 0)], topology.batch, topology.device)
-    counts = counts._replace(tokens=case.inputs["attention_mask"].numel())
+    counts = batch_sum([batch.counts(topology.sequence)], topology)
+    counts = counts._replace(tokens=torch.full_like(counts.tokens, case.inputs["attention_mask"].numel()))
     weights = step_weights(config, counts, None)
     if dtype == torch.float64:
         distilled = objective(batch, weights)
@@ -125,7 +125,7 @@ def run_case(
         distilled = engine(batch, weights)
         engine.backward(distilled.surrogate * gradient_scale(ranks, accumulation=1))
         gradients = full_gradients(draft)
-    metrics = batch_metrics(config, sum_sums([distilled.sums], topology.batch), counts)
+    metrics = batch_metrics(config, batch_sum([distilled.sums], topology), counts)
     accuracy, supervised = torch.tensor(metrics.accuracy, dtype=torch.float64), counts.supervised.double()
     actual = {
         "loss": torch.tensor([metrics.loss], dtype=torch.float64),

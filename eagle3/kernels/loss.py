@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eagle3.kernels.proof import BOUNDS, TIMED_ROWS, Case, KernelDemand, KernelVerdict, drawing, judge
-from eagle3.objective.distill import LossBlocks, StepWeights, Teacher, distill, loss_row_bytes
+from eagle3.objective.distill import StepWeights, Teacher, distill, loss_row_bytes
 from eagle3.objective.softmaxes import LossKernel
 
 
@@ -58,7 +58,8 @@ def _case(
             query_of,
             StepWeights(nothing, weights) if overlap else StepWeights(weights, nothing),
             group,
-            blocks=LossBlocks(size, kernel),
+            block_bytes=size,
+            kernel=kernel,
         )
         gradients = torch.autograd.grad(distilled.surrogate, leaves)
         return distilled.sums.overlap if overlap else distilled.sums.cross_entropy, *gradients

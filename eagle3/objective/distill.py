@@ -38,16 +38,6 @@ class StepWeights(NamedTuple):
     overlap: Tensor
 
 
-class LossBlocks(NamedTuple):
-    """How `distill` computes its blocks."""
-
-    size: int = BLOCK_BYTES  # bytes that one block takes
-    kernel: LossKernel | None = None  # None: the usual one
-
-
-USUAL_BLOCKS = LossBlocks()
-
-
 class Distilled(NamedTuple):
     """The result of `distill`."""
 
@@ -118,13 +108,14 @@ def distill(
     weights: StepWeights,
     group: dist.ProcessGroup,
     norm: nn.Module | None = None,
-    blocks: LossBlocks = USUAL_BLOCKS,
     shares: Tensor | None = None,
+    block_bytes: int = BLOCK_BYTES,
+    kernel: LossKernel | None = None,
 ) -> Distilled:
     """Compares K steps of draft outputs with the teacher.
 
     Gradients of `outputs`, `head` and `norm` are computed along the way, block by block, if autograd wants them, and
-    can be asked for only once. A block takes about `blocks.size`; no tensor of [tokens, vocabulary] ever exists.
+    can be asked for only once. A block takes about `block_bytes`; no tensor of [tokens, vocabulary] ever exists.
 
     All ranks of the tensor-parallel group call this with the same arguments, except that each passes its own part of
     `head`, and of the teacher's head or logits. They all get the same surrogate and sums, and the same complete
@@ -136,9 +127,10 @@ def distill(
         No row stands twice in a step.
     group: the tensor-parallel group.
     shares: [K, M], what each position counts in the sums; None: 1.
+    kernel: None: the usual one.
     """
-    kernel = blocks.kernel or loss_candidates(head.device, head.dtype)[0]
-    rows = loss_rows(blocks.size, loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.overwrites))
+    kernel = kernel or loss_candidates(head.device, head.dtype)[0]
+    rows = loss_rows(block_bytes, loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.overwrites))
     norm_weights = () if norm is None else norm.parameters()
     surrogate, cross_entropy, overlap, correct, sampled = _Distill.apply(
         weights,

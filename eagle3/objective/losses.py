@@ -11,6 +11,7 @@ from torch import Tensor
 
 from eagle3.objective.chains import ChainCounts
 from eagle3.objective.distill import StepSums, StepWeights
+from eagle3.parallel.topology import Topology
 from eagle3.tensors import send
 
 
@@ -48,12 +49,12 @@ class LossConfig:
 
 
 class BatchCounts(NamedTuple):
-    """Positions and tokens of the global batch."""
+    """Positions and tokens of the global batch, [K] int64 each, on the CPU."""
 
-    counted: Tensor  # [K] int64: supervised positions of each step whose teacher token is in the draft vocabulary
-    supervised: Tensor  # [K] int64: supervised positions of each step
-    samples: Tensor  # [K] int64: samples with supervised positions in each step
-    tokens: int  # sum of the document lengths
+    counted: Tensor  # supervised positions of each step whose teacher token is in the draft vocabulary
+    supervised: Tensor  # supervised positions of each step
+    samples: Tensor  # samples with supervised positions in each step
+    tokens: Tensor  # sum of the document lengths, for each step the same
 
     def positions(self, config: LossConfig) -> Tensor:
         """[K]: what a sum over positions is divided by for their mean."""
@@ -83,11 +84,13 @@ def _decayed(config: LossConfig, steps: Tensor) -> Tensor:
 
 def _step_losses(config: LossConfig, cross_entropy: Tensor, overlap: Tensor, counts: BatchCounts) -> Tensor:
     """[K]; 0 for a step without counted positions."""
-    losses = []
-    for summed, accepted, count in zip(cross_entropy, overlap, counts.positions(config).tolist(), strict=True):
-        divisor = counts.tokens if config.normalization == "tokens" else count
-        losses.append(config.step_loss(summed / divisor, accepted / count) if count else 0 * summed)
-    return torch.stack(losses)
+    divisors = getattr(counts, config.normalization).tolist(), counts.positions(config).tolist()
+    return torch.stack(
+        [
+            config.step_loss(summed / divisor, accepted / count) if count else 0 * summed
+            for summed, accepted, divisor, count in zip(cross_entropy, overlap, *divisors, strict=True)
+        ]
+    )
 
 
 @dataclass(frozen=True)
@@ -113,24 +116,15 @@ def batch_metrics(config: LossConfig, sums: StepSums, counts: BatchCounts) -> Me
         acceptance_rate=(sums.overlap / counts.positions(config).clamp(min=1)).tolist(),
         counted=int(counts.counted[0]),
         supervised=int(counts.supervised[0]),
-        tokens=counts.tokens,
+        tokens=int(counts.tokens[0]),
     )
 
 
-def sum_counts(counts: Sequence[BatchCounts], group: dist.ProcessGroup, device: torch.device) -> BatchCounts:
-    """The sum over this rank's streams and over the ranks of `group`, which have others or other parts of them."""
-    packed = send(sum(torch.cat((*each[:3], torch.tensor([each.tokens]))) for each in counts), device)
-    dist.all_reduce(packed, group=group)
-    packed = packed.cpu()
-    return BatchCounts(*packed[:-1].chunk(3), int(packed[-1]))
+Summed = TypeVar("Summed", BatchCounts, StepSums, ChainCounts)
 
 
-Sums = TypeVar("Sums", StepSums, ChainCounts)
-
-
-def sum_sums(sums: Sequence[Sums], group: dist.ProcessGroup, device: torch.device | None = None) -> Sums:
-    """The sum over this rank's streams and over the ranks of `group`, on the CPU. device: where the group exchanges
-    tensors; None if they are already there."""
-    packed = sum(torch.stack(tuple(each)) for each in sums).to(device)
-    dist.all_reduce(packed, group=group)
-    return type(sums[0])(*packed.cpu())
+def batch_sum(parts: Sequence[Summed], topology: Topology) -> Summed:
+    """The sum over this rank's streams and over the ranks that have others or other parts of them, on the CPU."""
+    packed = send(sum(torch.stack(tuple(each)) for each in parts), topology.device)
+    dist.all_reduce(packed, group=topology.batch)
+    return type(parts[0])(*packed.cpu())

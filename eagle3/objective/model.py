@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from eagle3.attention.block import BlockKernels, OwnKernel
@@ -12,7 +13,7 @@ from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
 from eagle3.draft.pointwise import Pointwise
-from eagle3.objective.distill import Distilled, LossBlocks, StepWeights, Teacher, distill
+from eagle3.objective.distill import Distilled, StepWeights, Teacher, distill
 from eagle3.objective.losses import BatchCounts
 from eagle3.objective.recompute import MemoryPlan, chunk_tokens
 from eagle3.objective.softmaxes import LossKernel
@@ -55,11 +56,12 @@ class MicroBatch:
         to_device = partial(send, device=device)
         return self.map(to_device, to_device if residence == "device" else partial(StreamedRows, device=device))
 
-    def counts(self, whole: bool = True) -> BatchCounts:
-        """This rank's. whole: whether it counts what belongs to the whole stream, as one of the stream's ranks does."""
-        supervised = self.query_of >= 0
-        counted = supervised & (self.teacher.best >= 0)
-        return BatchCounts(counted.sum(1).cpu(), supervised.sum(1).cpu(), whole * self.samples, whole * self.tokens)
+    def counts(self, sequence: dist.ProcessGroup | None = None) -> BatchCounts:
+        """This rank's. The first one of the stream's `sequence` group counts what belongs to the whole stream. None:
+        this rank is alone."""
+        supervised, whole = self.query_of >= 0, not (sequence and sequence.rank())
+        counted, tokens = supervised & (self.teacher.best >= 0), torch.full_like(self.samples, whole * self.tokens)
+        return BatchCounts(counted.sum(1).cpu(), supervised.sum(1).cpu(), whole * self.samples, tokens)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class DraftObjective(nn.Module):
     ) -> None:
         super().__init__()
         self.draft, self.tensor, self.memory, self.pointwise = draft, topology.tensor, memory, kernels.pointwise
-        self.loss_blocks = LossBlocks(memory.block_bytes, kernels.loss)
+        self.loss_kernel = kernels.loss
         self.chunk = chunk_tokens(draft.draft_config, self.tensor.size(), draft.fc.weight.dtype, memory.block_bytes)
         self.attention = TTTAttention.over(
             topology.ulysses, topology.ring, draft.scale, ring_mode, kernels.blocks, kernels.own
@@ -145,6 +147,7 @@ class DraftObjective(nn.Module):
             weights,
             self.tensor,
             self.draft.output_norm,
-            self.loss_blocks,
             batch.shares,
+            self.memory.block_bytes,
+            self.loss_kernel,
         )

@@ -15,7 +15,7 @@ from eagle3.errors import SharedUserError
 from eagle3.kernels.choice import changes
 from eagle3.objective.chains import contexts_up_to, count_chains
 from eagle3.objective.distill import Distilled, StepSums, StepWeights
-from eagle3.objective.losses import LossConfig, Metrics, batch_metrics, step_weights, sum_counts, sum_sums
+from eagle3.objective.losses import LossConfig, Metrics, batch_metrics, batch_sum, step_weights
 from eagle3.objective.model import MicroBatch
 from eagle3.parallel.topology import Topology, agreed, require_agreement
 from eagle3.parallel.watchdog import Watchdog
@@ -173,12 +173,10 @@ class Trainer:
         streams = self.train_loader.load(batch, accumulation)
         if step + 1 < self.steps:
             self.train_loader.read_ahead(self._batch(step + 1), accumulation)
-        group = self.topology.batch
-        counts = [stream.batch.counts(self.topology.sequence.rank() == 0) for stream in streams]
-        counts = sum_counts(counts, group, self.topology.device)
+        counts = batch_sum([stream.batch.counts(self.topology.sequence) for stream in streams], self.topology)
         needed = None
         if self.loss_config.needs_sums:
-            needed = sum_sums([self._without_gradients(stream).sums for stream in streams], group)
+            needed = batch_sum([self._without_gradients(stream).sums for stream in streams], self.topology)
         weights = step_weights(self.loss_config, counts, needed)
         rate = self.engine.get_lr()[0]
         sums: list[StepSums] = []
@@ -188,7 +186,7 @@ class Trainer:
             self.engine.backward(distilled.surrogate * self.gradient_scale)
             self.engine.step()
             sums.append(distilled.sums)
-        metrics = batch_metrics(self.loss_config, sum_sums(sums, group), counts)
+        metrics = batch_metrics(self.loss_config, batch_sum(sums, self.topology), counts)
         outcome = self.norms.taken()
         if outcome.skipped:
             self.engine.lr_scheduler.step()  # the schedule advances even if the step was skipped
@@ -237,7 +235,7 @@ class Trainer:
             for stream in loader.load(samples, accumulation=1):
                 distilled = self._without_gradients(stream)
                 sums.append(distilled.sums)
-                counts.append(stream.batch.counts(self.topology.sequence.rank() == 0))
+                counts.append(stream.batch.counts(self.topology.sequence))
                 chains.append(
                     [
                         count_chains(stream.stream, stream.plan, accepted[:chain], contexts, self.topology.sequence)
@@ -245,9 +243,8 @@ class Trainer:
                     ]
                 )
             progress.advance(len(samples))
-        batch, device = self.topology.batch, self.topology.device
-        metrics = batch_metrics(self.loss_config, sum_sums(sums, batch), sum_counts(counts, batch, device))
-        greedy, sampled = (sum_sums(each, batch, device) for each in zip(*chains, strict=True))
+        metrics = batch_metrics(self.loss_config, *(batch_sum(each, self.topology) for each in (sums, counts)))
+        greedy, sampled = (batch_sum(each, self.topology) for each in zip(*chains, strict=True))
         best = greedy.length > self.course.best_acceptance
         if best:
             self.course.best_step, self.course.best_acceptance = step, greedy.length

@@ -29,16 +29,15 @@ CASES = [
 ABOVE = {True: 1.25, False: 1.07}
 # Where the trainer waits for the device, whatever the number of streams in a step.
 STEP_WAITS = {
-    "objective/losses:sum_counts": 1,  # before a step: the loss's weights depend on the counts of the whole batch
+    # before a step, whose loss's weights depend on the counts of the whole batch; after it, loss and accuracy
+    "objective/losses:batch_sum": 2,
     "deepspeed runtime/zero/stage_1_and_2:has_overflow": 1,  # at its end: whether to skip it, which DeepSpeed asks
     "deepspeed runtime/utils:is_invalid_grad_norm": 3,  # three times, and the trainer once more for the log
     "patches:_limited": 1,
-    "objective/losses:sum_sums": 1,  # the step's loss and accuracy, for the log
 }
 HELD_OUT_WAITS = {
     "objective/chains:count_chains": 2,  # a stream: which drafts are accepted, greedily and sampled
-    "objective/losses:sum_counts": 1,
-    "objective/losses:sum_sums": 5,  # back with the loss; there and back with either kind of chains
+    "objective/losses:batch_sum": 4,  # the counts, the loss, and either kind of chains
 }
 
 

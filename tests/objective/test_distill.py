@@ -4,7 +4,7 @@ import pytest
 import torch
 from distill_cases import HIDDEN, STEPS, WEIGHTS, random_rows
 
-from eagle3.objective.distill import LossBlocks, StepSums, Teacher, distill, loss_row_bytes, loss_rows
+from eagle3.objective.distill import StepSums, Teacher, distill, loss_row_bytes, loss_rows
 
 
 def _dense(outputs, head, teacher, query_of):
@@ -43,7 +43,7 @@ def test_sums_and_gradients_equal_dense_softmaxes(topology, rows, queries, block
     expected = _dense(*case)
     surrogate = (weights[0] * expected.cross_entropy + weights[1] * expected.overlap).sum()
     gradients = torch.autograd.grad(surrogate, (outputs, head))
-    distilled = distill(*case, weights, topology.tensor, blocks=LossBlocks(block_bytes))
+    distilled = distill(*case, weights, topology.tensor, block_bytes=block_bytes)
     assert torch.equal(distilled.sums.correct, expected.correct) and expected.correct.min() > 0
     assert torch.allclose(distilled.sums.cross_entropy, expected.cross_entropy, rtol=1e-12)
     assert torch.allclose(distilled.sums.overlap, expected.overlap, rtol=1e-12)
@@ -95,11 +95,11 @@ def test_the_chance_that_sampling_wrote_a_token_by_accepting_it_equals_dense_sof
     topology, rows, queries, block_bytes
 ):
     """Only where nothing is differentiated; the sums are the same."""
-    case, blocks = random_rows(rows, queries, VOCABULARY, seed=6), LossBlocks(block_bytes)
+    case = random_rows(rows, queries, VOCABULARY, seed=6)
     outputs, head, teacher, query_of = case
-    differentiated = distill(*case, WEIGHTS["both"], topology.tensor, blocks=blocks)
+    differentiated = distill(*case, WEIGHTS["both"], topology.tensor, block_bytes=block_bytes)
     with torch.no_grad():
-        alone = distill(*case, WEIGHTS["both"], topology.tensor, blocks=blocks)
+        alone = distill(*case, WEIGHTS["both"], topology.tensor, block_bytes=block_bytes)
         assert all(torch.equal(a, b) for a, b in zip(alone.sums, differentiated.sums, strict=True))
         assert differentiated.sampled is None and not alone.surrogate.requires_grad
         f = (teacher.last @ teacher.head.T - teacher.logsumexp[:, None]).exp()
@@ -130,7 +130,7 @@ def test_the_norm_before_lm_head_is_differentiated_too(topology, weights):
     leaves = (outputs, head, norm.weight)
     normed = distill(norm(outputs), head, *rest, weights, topology.tensor).surrogate
     gradients = torch.autograd.grad(normed, leaves)
-    within = distill(outputs, head, *rest, weights, topology.tensor, norm, LossBlocks(SIXTEEN_ROWS)).surrogate
+    within = distill(outputs, head, *rest, weights, topology.tensor, norm, block_bytes=SIXTEEN_ROWS).surrogate
     assert torch.allclose(within, normed, rtol=1e-13)
     for actual, gradient in zip(torch.autograd.grad(within, leaves), gradients, strict=True):
         assert (actual - gradient).abs().max() < 1e-12 * gradient.abs().max()

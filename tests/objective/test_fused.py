@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from eagle3.objective import fused
-from eagle3.objective.distill import LossBlocks, distill, loss_row_bytes
+from eagle3.objective.distill import distill, loss_row_bytes
 from eagle3.objective.softmaxes import PLAIN, Logits
 
 pytestmark = pytest.mark.skipif(
@@ -119,7 +119,7 @@ def test_a_block_takes_what_is_planned_for_it_and_not_much_less(topology, kernel
     case = random_rows(rows, rows, columns, torch.float32)
     inputs = case.outputs, case.head, case.teacher.last, case.teacher.head
     with LiveBytes(inputs) as live:
-        distill(*case, WEIGHTS_OF_STEPS["both"], topology.tensor, blocks=LossBlocks(rows * each, kernel))
+        distill(*case, WEIGHTS_OF_STEPS["both"], topology.tensor, block_bytes=rows * each, kernel=kernel)
     gradients = 4 * HIDDEN * (columns + STEPS * (rows + 1))
     assert 0.7 * rows * each < live.peak - live.existing - gradients <= rows * each
 
@@ -145,7 +145,7 @@ def test_a_block_of_the_loss_passes_over_its_logits_in_a_handful_of_operators(to
     passes of the kernels, and the gradient of lm_head set to 0 in the beginning and copied in the end."""
     case = random_rows(5, 4, 1500, torch.float32)
     with _Large(STEPS * 5 * 1500 // 4) as large:
-        distill(*case, WEIGHTS_OF_STEPS[weights], topology.tensor, blocks=LossBlocks(kernel=fused.FUSED))
+        distill(*case, WEIGHTS_OF_STEPS[weights], topology.tensor, kernel=fused.FUSED)
     passes = {name: count for name, count in large.operators.items() if name.startswith(("loss", "mm", "addmm"))}
     assert passes == {
         "mm.default": 3,

@@ -25,7 +25,7 @@ from eagle3.attention.schedule import schedule_prefix
 from eagle3.attention.ttt import KeyValue, TTTAttention
 from eagle3.draft.interchange import exported_tensors, whole_tensors
 from eagle3.jobs.verify import read_case, run_case
-from eagle3.objective.losses import batch_metrics, sum_sums
+from eagle3.objective.losses import batch_metrics, batch_sum
 from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan, Recompute
 from eagle3.parallel.sequence import Stream, plan_sequence
@@ -205,7 +205,7 @@ def run_course(course: Sharded, topology: Topology) -> dict[str, Tensor]:
             engine.backward(distilled.surrogate * gradient_scale(course.data, accumulation))
             engine.step()
             sums.append(distilled.sums)
-        losses.append(batch_metrics(course.config, sum_sums(sums, topology.batch), counts).loss)
+        losses.append(batch_metrics(course.config, batch_sum(sums, topology), counts).loss)
         norms.append(float(engine.get_global_grad_norm()))
     weights = exported_tensors(whole_tensors(full_weights(draft), draft, topology.tensor))
     numbers = {"losses": torch.tensor(losses, dtype=torch.float64), "norms": torch.tensor(norms, dtype=torch.float64)}

@@ -17,7 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from eagle3.draft.interchange import ExportedDraft, load_weights, shard, whole_tensors
 from eagle3.draft.model import DraftPass, Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.objective.distill import BLOCK_BYTES, LossBlocks, StepWeights, Teacher, distill, loss_row_bytes
+from eagle3.objective.distill import BLOCK_BYTES, StepWeights, Teacher, distill, loss_row_bytes
 from eagle3.objective.fused import FUSED
 from eagle3.parallel.topology import Topology
 
@@ -111,12 +111,12 @@ def compare(case: Case, group: ProcessGroup) -> Compared:
     rows, teacher = case.rows, case.rows.teacher
     head, teacher_head = (each.detach().chunk(group.size())[group.rank()] for each in (rows.head, teacher.head))
     part = rows._replace(head=head.requires_grad_(), teacher=replace(teacher, head=teacher_head))
-    blocks = LossBlocks(case.block_bytes, FUSED if case.fused else None)
+    how = {"block_bytes": case.block_bytes, "kernel": FUSED if case.fused else None}
     with CommDebugMode() as collectives:
-        distilled = distill(*part, case.weights, group, blocks=blocks)
+        distilled = distill(*part, case.weights, group, **how)
     d_outputs, d_head = torch.autograd.grad(UPSTREAM * distilled.surrogate, (part.outputs, part.head))
     with torch.no_grad():
-        alone = distill(*part, case.weights, group, blocks=blocks)
+        alone = distill(*part, case.weights, group, **how)
     return Compared(
         distilled.surrogate.detach(),
         torch.stack(distilled.sums),

@@ -12,7 +12,7 @@ from torch import Tensor
 from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weights, whole_tensors
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.distill import StepWeights
-from eagle3.objective.losses import BatchCounts, LossConfig, Metrics, batch_metrics, step_weights, sum_counts, sum_sums
+from eagle3.objective.losses import BatchCounts, LossConfig, Metrics, batch_metrics, batch_sum, step_weights
 from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
@@ -81,9 +81,7 @@ def stream_batch(
 
 def batch_counts(batches: Sequence[MicroBatch], topology: Topology) -> BatchCounts:
     """Counts over the global batch."""
-    return sum_counts(
-        [batch.counts(topology.sequence.rank() == 0) for batch in batches], topology.batch, topology.device
-    )
+    return batch_sum([batch.counts(topology.sequence) for batch in batches], topology)
 
 
 def batch_weights(
@@ -98,7 +96,7 @@ def batch_weights(
     zeros = torch.zeros(len(counts.counted), dtype=torch.float64)
     with torch.no_grad():
         sums = [objective(batch, StepWeights(zeros, zeros)).sums for batch in batches]
-    return step_weights(config, counts, sum_sums(sums, topology.batch))
+    return step_weights(config, counts, batch_sum(sums, topology))
 
 
 def train_case(
@@ -137,7 +135,7 @@ def train_case(
     for gradient in gradients.values():
         dist.all_reduce(gradient, group=topology.batch)
     return Trained(
-        metrics=batch_metrics(config, sum_sums([part.sums for part in distilled], topology.batch), counts),
+        metrics=batch_metrics(config, batch_sum([part.sums for part in distilled], topology), counts),
         counts=counts,
         gradients=exported_tensors(whole_tensors(gradients, draft, topology.tensor)),
         replicas_differ=replicas_differ(draft, gradients, topology),
