@@ -36,7 +36,7 @@ from eagle3.states.rows import LastHidden, Rows
 from eagle3.text.samples import SampleSet
 from eagle3.training.checkpoint import Checkpoints
 from eagle3.training.deepspeed_file import deepspeed_config
-from eagle3.training.engine import gradient_scale, start_engine, warmup_cosine
+from eagle3.training.engine import start_engine, warmup_cosine
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.trainer import Trainer
 from eagle3.training.watched import watched
@@ -154,7 +154,6 @@ def trainer_of(case: Case, topology: Topology, recipe: Recipe, run: RunFolder, w
         folder=run,
         engine=engine,
         norms=NormLimit(engine, training.skip_above_norm),
-        gradient_scale=gradient_scale(topology.data.size(), STREAMS),
         train_loader=loader,
         held_out_loader=loader,
         checkpoints=Checkpoints(run.checkpoints, 1, "traced", console.warn),

@@ -41,7 +41,7 @@ from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import save_vocabulary
 from eagle3.training.checkpoint import Checkpoints, written_otherwise
 from eagle3.training.deepspeed_file import deepspeed_config
-from eagle3.training.engine import full_weights, gradient_scale, start_engine, warmup_cosine
+from eagle3.training.engine import full_weights, start_engine, warmup_cosine
 from eagle3.training.run_folder import Resume, RunFolder
 from eagle3.training.stopping import StopSignals
 from eagle3.training.tracking import memory_gib, require_account
@@ -243,7 +243,6 @@ def _trainer(
         folder=run.folder,
         engine=engine,
         norms=NormLimit(engine, training.skip_above_norm),
-        gradient_scale=gradient_scale(topology.data.size(), training.accumulation),
         train_loader=StreamLoader(train, supply.source, make, rule=training.rows, **place),
         # on the rows that an engine uses, whichever are trained
         held_out_loader=StreamLoader(held_out, supply.held_out_source, make, rule="served", **place),

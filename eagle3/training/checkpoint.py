@@ -9,32 +9,40 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from pydantic import BaseModel, StringConstraints, ValidationError
 
 from eagle3.console import waiting
-from eagle3.durable import file_digest, flush, publish
+from eagle3.durable import file_digest, flush, publish, write_text
 from eagle3.errors import SharedUserError, UserError, shown
 from eagle3.parallel.topology import agreed
 from eagle3.patches import collect_failures, plain_loads
 from eagle3.tensors import is_finite
 from eagle3.training import safe_loading
-from eagle3.training.manifest import MANIFEST, CheckpointManifest, finished
+from eagle3.training.run_folder import finished
 from eagle3.training.safe_loading import require_plain
 
 # How long the first rank waits to see the other nodes' files, since network file systems cache listings.
 SEEN_SECONDS = 30.0
+MANIFEST = "manifest.json"
+
+# What a loaded checkpoint holds beside the engine's state: the number of optimiser steps done, and the trainer's own
+# record.
+Resumed = tuple[int, dict[str, Any]]
+# What DeepSpeed's files depend on, and can only be read with: the numbers of processes and of tensor-parallel ranks.
+Sizes = tuple[int, int]
 
 
-class Resumed(NamedTuple):
-    """The contents of a loaded checkpoint, apart from the engine's state."""
+class CheckpointManifest(BaseModel, strict=True):
+    """The list of a checkpoint's files. Stored with them, and checked before any of them is loaded."""
 
-    step: int  # number of optimiser steps done
-    progress: dict[str, Any]  # the trainer's own record
+    run: Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]  # identity of the run that wrote the checkpoint
+    files: dict[str, Annotated[str, StringConstraints(pattern="^[0-9a-f]{64}$")]]  # name -> SHA-256
 
 
 class Checkpoints:
@@ -92,7 +100,7 @@ class Checkpoints:
 
             try:
                 agreed(require_written)  # publish only once every rank has written its part
-                agreed(lambda: self._finish(partial, WrittenSizes.of(engine), step, best_step), first)
+                agreed(lambda: self._finish(partial, _sizes_of(engine), step, best_step), first)
             except UserError as error:
                 free = shutil.disk_usage(self.folder).free / 2**30
                 dist.barrier()
@@ -103,7 +111,7 @@ class Checkpoints:
                     "with --resume"
                 ) from error
 
-    def _finish(self, partial: Path, sizes: "WrittenSizes", step: int, best_step: int | None) -> None:
+    def _finish(self, partial: Path, sizes: Sizes, step: int, best_step: int | None) -> None:
         """Publishes the files of all ranks under their final name, then removes checkpoints that are no longer kept."""
         _await_files(partial, sizes)
         try:
@@ -111,7 +119,8 @@ class Checkpoints:
             for path in files:
                 flush(path)
             digests = {path.relative_to(partial).as_posix(): file_digest(path) for path in files}
-            CheckpointManifest(run=self.run, files=digests).write(partial)
+            manifest = CheckpointManifest(run=self.run, files=digests)
+            write_text(partial / MANIFEST, manifest.model_dump_json(indent=1))
             _remove(self.path(step))  # left by a run that was resumed from an earlier step
             publish(partial, self.path(step))
         except OSError as error:
@@ -159,8 +168,24 @@ class Checkpoints:
     def _problem(self, path: Path) -> str | None:
         """Why this checkpoint cannot be loaded, or None if it can."""
         with waiting(self.say, f"checking {path}"):
-            manifest = CheckpointManifest.read(path)
-            return manifest.problem(path, self.run) if manifest else f"{MANIFEST} is missing or damaged"
+            try:
+                manifest = CheckpointManifest.model_validate_json((path / MANIFEST).read_bytes())
+            except (FileNotFoundError, NotADirectoryError, ValidationError):
+                return f"{MANIFEST} is missing or damaged"
+            if manifest.run != self.run:
+                return f"written by run {manifest.run}, this is run {self.run}"
+            try:
+                for name, expected in manifest.files.items():
+                    if not (path / name).is_file():
+                        return f"{name} is missing"
+                    if file_digest(path / name) != expected:
+                        return f"{name} is damaged"
+                # File systems and desktops leave hidden files (.nfs..., .DS_Store), which DeepSpeed ignores.
+                present = {file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")}
+            except OSError as error:
+                return f"cannot be read ({error})"
+            unknown = {file.relative_to(path).as_posix() for file in present} - {*manifest.files, MANIFEST}
+            return f"{min(unknown)} is not in {MANIFEST}" if unknown else None
 
     def _load(self, engine: DeepSpeedEngine, path: Path) -> Resumed:
         agreed(lambda: require_plain(path), dist.get_rank() == 0)
@@ -170,10 +195,10 @@ class Checkpoints:
                 _converted(path) as universal,
             ):
                 return _read(engine, universal, path)
-        if (written := _sizes(path)) != (here := WrittenSizes.of(engine)):
+        if (written := _sizes_in(path)) != (here := _sizes_of(engine)):
             raise SharedUserError(
-                f"{path}: written by {written.processes} processes (parallelism.tensor {written.tensor}), this job has "
-                f"{here.processes} (parallelism.tensor {here.tensor}); start as many as before, in the same way"
+                f"{path}: written by {written[0]} processes (parallelism.tensor {written[1]}), this job has {here[0]} "
+                f"(parallelism.tensor {here[1]}); start as many as before, in the same way"
             )
         with waiting(self.say, f"loading {path}"):
             return _read(engine, path, path)
@@ -181,7 +206,7 @@ class Checkpoints:
 
 def written_otherwise(folder: Path, processes: int, tensor: int) -> bool:
     """Whether `folder` has a checkpoint written by a different number of processes or tensor-parallel ranks."""
-    return any(_sizes(path) != WrittenSizes(processes, tensor) for path in finished(folder))
+    return any(_sizes_in(path) != (processes, tensor) for path in finished(folder))
 
 
 def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:
@@ -198,7 +223,7 @@ def _read(engine: DeepSpeedEngine, folder: Path, checkpoint: Path) -> Resumed:
             step = state["step"]
             if not isinstance(step, int) or _name(step) != checkpoint.name:
                 raise ValueError(f"step: {shown(step)}")
-            return Resumed(step, state["progress"])
+            return step, state["progress"]
         except (MemoryError, torch.OutOfMemoryError, UserError):
             raise
         except Exception as error:  # the exception depends on the file's contents
@@ -268,32 +293,25 @@ def _name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def _await_files(partial: Path, sizes: "WrittenSizes") -> None:
+def _await_files(partial: Path, sizes: Sizes) -> None:
     """Waits until this node sees all nodes' files, which must all be in the manifest. Raises UserError if they do not
     appear."""
     until = time.monotonic() + SEEN_SECONDS
-    while (seen := _sizes(partial)) != sizes:
+    while (seen := _sizes_in(partial)) != sizes:
         if time.monotonic() > until:
             raise UserError(
-                f"{partial}: the first rank sees files of {seen.processes} of {sizes.processes} processes; all nodes "
+                f"{partial}: the first rank sees files of {seen[0]} of {sizes[0]} processes; all nodes "
                 "must share this folder"
             )
         time.sleep(0.1)
 
 
-class WrittenSizes(NamedTuple):
-    """The numbers that DeepSpeed's files depend on. The files can only be read with the same numbers."""
-
-    processes: int
-    tensor: int
-
-    @classmethod
-    def of(cls, engine: DeepSpeedEngine) -> "WrittenSizes":
-        return cls(dist.get_world_size(), engine.mpu.get_model_parallel_world_size())
+def _sizes_of(engine: DeepSpeedEngine) -> Sizes:
+    return dist.get_world_size(), engine.mpu.get_model_parallel_world_size()
 
 
-def _sizes(path: Path) -> WrittenSizes:
-    return WrittenSizes(len(list(path.glob("*_optim_states.pt"))), len(list(path.glob("mp_rank_*_model_states.pt"))))
+def _sizes_in(checkpoint: Path) -> Sizes:
+    return len(list(checkpoint.glob("*_optim_states.pt"))), len(list(checkpoint.glob("mp_rank_*_model_states.pt")))
 
 
 def _random_state() -> dict[str, Any]:

@@ -4,7 +4,6 @@ A run writes one record of kind train for each step, in order. Records of other 
 """
 
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -14,14 +13,9 @@ KINDS = ("train", "skipped", "held_out")  # of one step, in the order in which t
 EXPORTED = "exported"  # once for each export, after the last step, with the step of the exported weights
 
 
-class Records(NamedTuple):
-    kept: list[bytes]  # the records' lines
-    faults: list[str]  # what is wrong with lines that were left out
-    gaps: list[str]  # the steps that have no record
-
-
-def read_records(content: bytes, last: int) -> Records:
-    """The records of steps up to `last`. What a kill has left of the last line is no fault."""
+def read_records(content: bytes, last: int) -> tuple[list[bytes], list[str], list[str]]:
+    """The lines of the records of steps up to `last`; what is wrong with lines that were left out; and the steps that
+    have no record. What a kill has left of the last line is no fault."""
     lines = content.split(b"\n")
     places = np.array([_place(line) for line in lines])
     if not places[-1]:
@@ -46,7 +40,7 @@ def read_records(content: bytes, last: int) -> Records:
             kept += [line] * (place < end)
             steps += [place // len(KINDS)] * (place < end and place % len(KINDS) == 0)
     gaps = [(one + 1, other - 1) for one, other in pairwise([*steps, last + 1]) if other > one + 1]
-    return Records(kept, faults, [f"{first} to {final}" if final > first else f"{first}" for first, final in gaps])
+    return kept, faults, [f"{first} to {final}" if final > first else f"{first}" for first, final in gaps]
 
 
 def _place(line: bytes) -> int:

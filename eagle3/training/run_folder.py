@@ -20,7 +20,6 @@ from eagle3.preflight.inputs import inputs_of
 from eagle3.recipe.loading import dump_recipe, leaves
 from eagle3.recipe.schema import Recipe
 from eagle3.training.claim import CLAIM, Claim
-from eagle3.training.manifest import finished
 from eagle3.training.metrics_file import read_records
 
 # Keys that may change when a run is resumed. They affect what is reported or kept, or which rank computes what. Only
@@ -259,6 +258,11 @@ class RunFolder:
     def write_evaluation(self, result: dict[str, Any]) -> None:
         with writing(self.evaluation, "free space, and judge the draft again with launchers/evaluate.py"):
             write_text(self.evaluation, json.dumps(result, indent=2) + "\n")
+
+
+def finished(checkpoints: Path) -> list[Path]:
+    """The published checkpoints in this folder, oldest first."""
+    return sorted(checkpoints.glob("step-*[0-9]"))
 
 
 def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ from eagle3.parallel.watchdog import Watchdog
 from eagle3.patches import NormLimit, StepOutcome
 from eagle3.recipe.schema import Recipe, Training
 from eagle3.states.loader import DrawnSample, LoadedStream, StreamLoader, draw_batch
-from eagle3.training.checkpoint import Checkpoints, Resumed, other_data
+from eagle3.training.checkpoint import Checkpoints, other_data
+from eagle3.training.engine import gradient_scale
 from eagle3.training.run_folder import RunFolder
 from eagle3.training.stopping import RunStopped, StopSignals
 from eagle3.training.tracking import Tracker, memory_gib, step_profiler
@@ -49,7 +51,6 @@ class Trainer:
     folder: RunFolder
     engine: DeepSpeedEngine
     norms: NormLimit
-    gradient_scale: int  # factor on the loss before backward (see gradient_scale in eagle3.training.engine)
     train_loader: StreamLoader[MicroBatch]
     held_out_loader: StreamLoader[MicroBatch]
     checkpoints: Checkpoints
@@ -143,23 +144,23 @@ class Trainer:
     def _resume(self) -> int:
         self.watchdog.at("loading a checkpoint", quiet=True)
         resumed = self.checkpoints.load_newest(self.engine)
+        start, progress = resumed or (0, {})
         if resumed is None:
             self.console(f"no checkpoint in {self.folder.checkpoints}: beginning at step 0")
         else:
-            agreed(partial(self._take_up, resumed))
-            self.console(f"resumed after step {resumed.step}")
-        start = resumed.step if resumed else 0
+            agreed(partial(self._take_up, start, progress))
+            self.console(f"resumed after step {start}")
         agreed(partial(self.folder.keep_metrics_until, start, self.console.warn), self.topology.is_first)
         return start
 
-    def _take_up(self, resumed: Resumed) -> None:
+    def _take_up(self, step: int, progress: dict[str, Any]) -> None:
         kernels = self.course.kernels
         try:
-            self.course = TypeAdapter(Course).validate_python(resumed.progress)
+            self.course = TypeAdapter(Course).validate_python(progress)
         except ValidationError as error:
-            raise other_data(self.checkpoints.path(resumed.step), error) from error
+            raise other_data(self.checkpoints.path(step), error) from error
         if changed := changes(self.course.kernels, kernels):
-            self.console.warn(f"kernels have changed since step {resumed.step}, so rounding differs ({changed})")
+            self.console.warn(f"kernels have changed since step {step}, so rounding differs ({changed})")
         self.course.kernels = kernels
 
     def _batch(self, step: int) -> list[DrawnSample]:
@@ -180,10 +181,11 @@ class Trainer:
         weights = step_weights(self.loss_config, counts, needed)
         rate = self.engine.get_lr()[0]
         sums: list[StepSums] = []
+        scale = gradient_scale(self.topology.data.size(), accumulation)
         for number, stream in enumerate(streams):  # one at a time is on the device
             self.watchdog.at(f"step {step + 1}, stream {number + 1} of {accumulation}")
             distilled = self.engine(self._placed(stream), weights)
-            self.engine.backward(distilled.surrogate * self.gradient_scale)
+            self.engine.backward(distilled.surrogate * scale)
             self.engine.step()
             sums.append(distilled.sums)
         metrics = batch_metrics(self.loss_config, batch_sum(sums, self.topology), counts)

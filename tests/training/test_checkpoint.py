@@ -69,7 +69,7 @@ def test_pruning_keeps_the_last_two_and_the_best(engine, checkpoints):
         listings.append(names(checkpoints))
     expected = [(1,), (1, 2), (2, 3), (2, 3, 4), (4, 5), (5, 6), (5, 6, 12), (5, 12, 13)]
     assert listings == [steps(*numbers) for numbers in expected]
-    assert checkpoints.load_whole(engine, 5).step == 5
+    assert checkpoints.load_whole(engine, 5) == (5, {})
 
 
 def remove(path):
@@ -143,7 +143,7 @@ def test_damaged_ones_do_not_push_out_what_a_resumed_run_writes(engine, checkpoi
     checkpoints.keep = 2
     for step in (8, 9):
         (at(checkpoints, step) / "manifest.json").unlink()
-    assert checkpoints.load_newest(engine).step == 1 and len(warnings) == 2
+    assert checkpoints.load_newest(engine) == (1, {}) and len(warnings) == 2
     checkpoints.save(engine, 2, {}, None)
     assert names(checkpoints) == steps(1, 2)
 
@@ -216,11 +216,11 @@ def test_an_unfinished_checkpoint_is_ignored_and_then_overwritten(engine, checkp
     shutil.copytree(at(checkpoints, 1), unfinished)  # even one that looks whole
     (unfinished / "leftover").write_text("of a killed writer")
     (at(checkpoints, 1) / ".nfs0000000000000001").write_text("of a file system")
-    assert checkpoints.load_newest(engine).step == 1 and not warnings
+    assert checkpoints.load_newest(engine) == (1, {}) and not warnings
     checkpoints.save(engine, 2, {}, None)
     assert names(checkpoints) == steps(1, 2)
     assert not (at(checkpoints, 2) / "leftover").exists()
-    assert checkpoints.load_newest(engine).step == 2 and not warnings
+    assert checkpoints.load_newest(engine) == (2, {}) and not warnings
 
 
 def test_the_same_step_is_replaced_by_a_resumed_run(engine, checkpoints):
@@ -230,7 +230,7 @@ def test_the_same_step_is_replaced_by_a_resumed_run(engine, checkpoints):
     checkpoints.save(engine, 1, {"run": "second"}, None)
     assert names(checkpoints) == steps(1)
     advance(engine)
-    assert checkpoints.load_newest(engine).progress == {"run": "second"}
+    assert checkpoints.load_newest(engine) == (1, {"run": "second"})
     assert same(weights(engine), again)
 
 
