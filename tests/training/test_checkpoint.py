@@ -268,30 +268,6 @@ def test_the_engine_takes_the_schedules_rates(topology):
 # metrics.jsonl of a killed run ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cut", ['{"step": 4, "kind": "tr', '{"step": 4', "{", "\0\0\0\0"])
-def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path, cut):
-    folder = RunFolder(tmp_path)
-    lines = [json.dumps({"step": step, "kind": "train", "loss": 1 / step}) for step in (1, 2, 3)]
-    folder.metrics.write_text("\n".join([*lines, cut]), encoding="utf-8")
-    folder.keep_metrics_until(3, pytest.fail)
-    assert folder.metrics.read_text(encoding="utf-8") == "".join(f"{line}\n" for line in lines)
-
-
-def test_records_after_the_checkpoint_are_dropped_and_the_file_ends_with_a_line(tmp_path):
-    folder = RunFolder(tmp_path)
-    records = [(1, "train"), (2, "train"), (2, "held_out"), (3, "train")]
-    lines = [json.dumps({"step": step, "kind": kind}) for step, kind in records]
-    folder.metrics.write_text("\n".join(lines), encoding="utf-8")  # the last newline did not reach the disk
-    folder.keep_metrics_until(3, pytest.fail)
-    assert folder.metrics.read_text(encoding="utf-8").splitlines() == lines
-    assert folder.metrics.read_text(encoding="utf-8").endswith("\n")
-    folder.keep_metrics_until(2, pytest.fail)
-    assert folder.metrics.read_text(encoding="utf-8").splitlines() == lines[:3]
-    folder.keep_metrics_until(0, pytest.fail)
-    assert folder.metrics.read_text(encoding="utf-8") == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
 def record(step: int, kind: str = "train", **numbers: float) -> str:
     return json.dumps({"step": step, "kind": kind, **numbers})
 
@@ -329,19 +305,27 @@ def test_what_is_wrong_with_metrics_is_named_and_every_other_record_is_kept(tmp_
     assert folder.metrics.read_text(encoding="utf-8").splitlines() == kept and len([*tmp_path.iterdir()]) == 1 + dropped
 
 
-def test_a_run_without_metrics_begins_them_and_says_so_only_where_there_were_steps(tmp_path):
+EXPORTS = [record(4, "exported"), record(5, "exported")]
+
+
+@pytest.mark.parametrize(
+    ("content", "last", "kept"),
+    [
+        *(([*WHOLE, cut], 5, WHOLE) for cut in (record(6)[:-12], '{"step": 6', "{", "\0\0\0\0")),  # by a kill
+        *((WHOLE, last, WHOLE[:count]) for last, count in ((5, 7), (2, 3), (0, 0))),  # the last newline is missing
+        *(([*WHOLE, *EXPORTS, ""], last, [*WHOLE[:count], *EXPORTS[: last - 3]]) for last, count in ((5, 7), (4, 6))),
+        ([], 0, []),
+    ],
+)
+def test_records_up_to_the_checkpoint_are_kept_and_a_line_cut_off_by_a_kill_is_no_fault(tmp_path, content, last, kept):
+    folder = RunFolder(tmp_path)
+    folder.metrics.write_text("\n".join(content), encoding="utf-8")
+    folder.keep_metrics_until(last, pytest.fail)
+    assert folder.metrics.read_text(encoding="utf-8") == "".join(f"{line}\n" for line in kept)
+    assert [*tmp_path.iterdir()] == [folder.metrics]
+
+
+def test_a_run_whose_metrics_are_lost_begins_them_and_says_which_steps_they_lack(tmp_path):
     warnings = []
-    RunFolder(tmp_path).keep_metrics_until(0, warnings.append)
-    assert not warnings
     RunFolder(tmp_path).keep_metrics_until(3, warnings.append)
     assert len(warnings) == 1 and "no line has step 1 to 3" in warnings[0]
-
-
-def test_each_export_is_a_record_wherever_it_stands(tmp_path):
-    folder = RunFolder(tmp_path)
-    lines = [*WHOLE, record(4, "exported"), record(5, "exported")]
-    folder.metrics.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    folder.keep_metrics_until(5, pytest.fail)
-    assert folder.metrics.read_text(encoding="utf-8").splitlines() == lines
-    folder.keep_metrics_until(4, pytest.fail)
-    assert folder.metrics.read_text(encoding="utf-8").splitlines() == [*WHOLE[:6], record(4, "exported")]
