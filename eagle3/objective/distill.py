@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eagle3.objective.softmaxes import PLAIN, Logits, LossKernel
+from eagle3.attention.shared import add_product
+from eagle3.objective.softmaxes import PLAIN, LossKernel
 from eagle3.objective.streaming import StreamedRows
 from eagle3.targets.logits import LogitTransform
 from eagle3.tensors import send
@@ -150,8 +151,7 @@ def distill(
 class _Gradients:
     """Accumulates gradients over blocks: head and norm in fp32 or wider, outputs in their own dtype."""
 
-    def __init__(self, outputs: Sequence[Tensor], head: Tensor, norm: nn.Module | None, kernel: LossKernel) -> None:
-        self.kernel = kernel
+    def __init__(self, outputs: Sequence[Tensor], head: Tensor, norm: nn.Module | None) -> None:
         exact = torch.promote_types(head.dtype, torch.float32)
         self.norm_weights = [] if norm is None else list(norm.parameters())
         # one more row each, for slots without a query
@@ -167,7 +167,7 @@ class _Gradients:
         query_of: [K, m].
         """
         logits, flat = logits.flatten(0, 1), normed.detach().flatten(0, 1)
-        self.kernel.accumulate(self.head, logits, flat)
+        add_product(self.head, logits, flat)
         gradient = (logits @ head).view_as(normed)
         if self.norm_weights:
             gradient, *norm = torch.autograd.grad(normed, (hidden, *self.norm_weights), gradient)
@@ -201,7 +201,7 @@ class _Distill(torch.autograd.Function):
         outputs = outputs_and_norm[: len(query_of)]
         exact = torch.promote_types(head.dtype, torch.float32)
         best = query_of.new_empty(query_of.shape)  # draft id of the largest logit
-        gradients = _Gradients(outputs, head, norm, kernel) if recorded and any(ctx.needs_input_grad) else None
+        gradients = _Gradients(outputs, head, norm) if recorded and any(ctx.needs_input_grad) else None
         follows = gradients is None and teacher.written is not None
         terms = torch.empty(2, *query_of.shape, dtype=exact, device=head.device)  # cross-entropies, acceptance rates
         ratios = torch.zeros_like(terms[0]) if follows else None  # log(p / f) of the text's token, on its rank
@@ -226,7 +226,7 @@ class _Distill(torch.autograd.Function):
                 column = columns[block].clamp(0, len(head) - 1)
                 here = column == columns[block]
                 ratios[:, block] = torch.where(here, _at(logits, column) - _at(taught, column) + lse, 0)
-            softmaxes = kernel.softmaxes(Logits(logits, taught, lse), group)
+            softmaxes = kernel.softmaxes(logits, taught, lse, group)
             del logits, taught
             best[:, block], terms[0, :, block] = softmaxes.best, softmaxes.cross_entropy
             if follows:

@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle3.attention.shared import add_product, wide_product
-from eagle3.objective.softmaxes import Logits, LossKernel, share_peaks
+from eagle3.attention.shared import wide_product
+from eagle3.objective.softmaxes import LossKernel, share_peaks
 from eagle3.operators import launch, operator
 
 # Columns of one block, how many of them a thread takes together, and warps. Of those that were timed on an H200 these
@@ -198,16 +198,16 @@ def loss_gradient(
 
 
 class FusedSoftmaxes:
-    """BlockSoftmaxes for fp32 logits on CUDA."""
+    """For fp32 logits on CUDA."""
 
-    def __init__(self, logits: Logits, group: dist.ProcessGroup) -> None:
+    def __init__(self, draft: Tensor, teacher: Tensor, teacher_lse: Tensor, group: dist.ProcessGroup) -> None:
         """Ranks share one MAX and one SUM all-reduce, as in PlainSoftmaxes."""
-        self.logits, self.group = logits, group
-        self.peaks, self.totals, product, self.best = loss_statistics(logits.draft, logits.teacher)
+        self.draft, self.teacher, self.teacher_lse, self.group = draft, teacher, teacher_lse, group
+        self.peaks, self.totals, product, self.best = loss_statistics(draft, teacher)
         part = q_total = self.totals[-1]
         if group.size() > 1:
             tops = self.peaks
-            self.peaks, self.best = share_peaks(tops, self.best, logits.draft.shape[-1], group)
+            self.peaks, self.best = share_peaks(tops, self.best, draft.shape[-1], group)
             # This rank's sums, relative to the maxima of all ranks.
             rise = tops - self.peaks
             scale = rise.exp()
@@ -221,7 +221,7 @@ class FusedSoftmaxes:
         self.logsumexp = log_totals + self.peaks[:-1]
 
     def finish(self, factors: Tensor | None, overlaps: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        arguments = *self.logits[:2], self.peaks, self.totals, self.logits.teacher_lse
+        arguments = self.draft, self.teacher, self.peaks, self.totals, self.teacher_lse
         if factors is None:
             return loss_overlap(*arguments)[0], None
         below = loss_overlap(*arguments)[1] if overlaps else None
@@ -231,6 +231,4 @@ class FusedSoftmaxes:
         return overlap, gradient
 
 
-FUSED = LossKernel(
-    "fused", FusedSoftmaxes, lambda rows, columns: wide_product(rows, columns.t()), add_product, overwrites=False
-)
+FUSED = LossKernel("fused", FusedSoftmaxes, lambda rows, columns: wide_product(rows, columns.t()), overwrites=False)

@@ -2,43 +2,14 @@
 gradient of the logits."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3.attention.shared import add_product
-
 # Larger than every draft id, so that it loses when ranks take the minimum id of the largest logit.
 ELSEWHERE = torch.iinfo(torch.int64).max
-
-
-class Logits(NamedTuple):
-    """Logits of one block, on one tensor-parallel rank; whoever takes them may overwrite them."""
-
-    draft: Tensor  # [K, m, v] fp32 or wider
-    teacher: Tensor  # [m, v], likewise
-    teacher_lse: Tensor  # [m]: log-sum-exp over the target's full vocabulary, in the same dtype
-
-
-class BlockSoftmaxes(Protocol):
-    """The softmaxes of one block: p of the draft, q of the teacher over the draft vocabulary, f of the teacher over its
-    full vocabulary."""
-
-    # [K, m] int64: lowest draft id of the largest logit, ELSEWHERE if only other ranks have one as large
-    best: Tensor
-    cross_entropy: Tensor  # [K, m]: this rank's terms of -sum q log p
-    logsumexp: Tensor  # [K, m]: of the draft's logits, over all ranks' columns
-
-    def finish(self, factors: Tensor | None, overlaps: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Returns this rank's terms of the acceptance rate sum_v min(f, p) [K, m] and the gradient of the logits
-        [K, m, v] in `dtype`. May be called once.
-
-        factors: [2, K, m], what each row's cross-entropy and acceptance rate are multiplied by; None: without gradient.
-            Where both are 0, a row does not count.
-        overlaps: whether any of the latter is not 0.
-        """
 
 
 def share_peaks(tops: Tensor, best: Tensor, columns: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -52,18 +23,17 @@ def share_peaks(tops: Tensor, best: Tensor, columns: int, group: dist.ProcessGro
 
 
 class PlainSoftmaxes:
-    """BlockSoftmaxes in place of the logits, one step at a time, to save memory."""
+    """In place of the logits, one step at a time, to save memory."""
 
-    def __init__(self, logits: Logits, group: dist.ProcessGroup) -> None:
+    def __init__(self, draft: Tensor, teacher: Tensor, teacher_lse: Tensor, group: dist.ProcessGroup) -> None:
         """Ranks share one MAX and one SUM all-reduce."""
-        draft, z, self.group = logits.draft, logits.teacher, group
-        self.full = torch.exp(z - logits.teacher_lse[:, None])
+        self.full, self.group = torch.exp(teacher - teacher_lse[:, None]), group
         top, self.best = draft.max(-1)
-        peaks = torch.cat((top, z.amax(-1)[None]))
+        peaks = torch.cat((top, teacher.amax(-1)[None]))
         if group.size() > 1:
             peaks, self.best = share_peaks(peaks, self.best, draft.shape[-1], group)
         draft.sub_(peaks[:-1, :, None])
-        self.q = z.sub_(peaks[-1, :, None]).exp_()
+        self.q = teacher.sub_(peaks[-1, :, None]).exp_()
         products = torch.stack([torch.linalg.vecdot(self.q, step) for step in draft])
         totals = torch.cat((draft.exp_().sum(-1), self.q.sum(-1)[None]))
         if group.size() > 1:
@@ -97,13 +67,25 @@ class PlainSoftmaxes:
 
 
 class LossKernel(NamedTuple):
-    """One way to compute the loss's blocks."""
+    """One way to compute the loss's blocks.
+
+    softmaxes(draft, teacher, teacher_lse, group): those of one block: p of the draft, q of the teacher over the draft
+        vocabulary, f of the teacher over its full vocabulary. draft [K, m, v] and teacher [m, v] are logits in fp32 or
+        wider, on one tensor-parallel rank, and may be overwritten; teacher_lse [m] is the log-sum-exp over the target's
+        full vocabulary. Has
+        best: [K, m] int64, the lowest draft id of the largest logit, ELSEWHERE if only other ranks have one as large
+        cross_entropy: [K, m], this rank's terms of -sum q log p
+        logsumexp: [K, m], of the draft's logits, over all ranks' columns
+        finish(factors, overlaps, dtype): this rank's terms of the acceptance rate sum_v min(f, p) [K, m] and the
+            gradient of the logits [K, m, v] in `dtype`; to be called once. factors: [2, K, m], what each row's
+            cross-entropy and acceptance rate are multiplied by; None: without gradient. Where both are 0, a row does
+            not count. overlaps: whether any of the latter is not 0.
+    product(rows [n, h], columns [v, h]): [n, v], in fp32 or wider.
+    """
 
     name: str
-    softmaxes: Callable[[Logits, dist.ProcessGroup], BlockSoftmaxes]
-    product: Callable[[Tensor, Tensor], Tensor]  # of rows [n, h] and columns [v, h]: [n, v], in fp32 or wider
-    # Adds the product of [n, v] and [n, h] to the total [v, h], in fp32 or wider.
-    accumulate: Callable[[Tensor, Tensor, Tensor], None]
+    softmaxes: Callable[[Tensor, Tensor, Tensor, dist.ProcessGroup], Any]
+    product: Callable[[Tensor, Tensor], Tensor]
     overwrites: bool  # whether the gradient of the logits takes their place; see `loss_row_bytes`
 
 
@@ -111,6 +93,5 @@ PLAIN = LossKernel(
     "plain",
     PlainSoftmaxes,
     lambda rows, columns: (rows @ columns.t()).to(torch.promote_types(rows.dtype, torch.float32)),
-    add_product,
     overwrites=True,
 )

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from eagle3.objective import fused
 from eagle3.objective.distill import distill, loss_row_bytes
-from eagle3.objective.softmaxes import PLAIN, Logits
+from eagle3.objective.softmaxes import PLAIN
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is off where SGLang is installed"
@@ -28,14 +28,13 @@ EPS = torch.finfo(torch.float32).eps
 WEIGHTS = {"kl": (0.7, 0.0), "acceptance": (0.4, -0.9)}
 
 
-def block(steps: int, rows: int, columns: int, size: float, seed: int) -> Logits:
-    """Logits of about `size`. The draft's are close to the teacher's, and the full vocabulary's lse is slightly larger
-    than theirs."""
+def block(steps: int, rows: int, columns: int, size: float, seed: int) -> tuple[torch.Tensor, ...]:
+    """Logits of the draft and of the teacher, of about `size` and close to each other, and the full vocabulary's lse,
+    slightly larger than theirs."""
     generator = torch.Generator().manual_seed(seed)
     teacher = torch.randn(rows, columns, generator=generator) * size
     draft = teacher + torch.randn(steps, rows, columns, generator=generator)
-    lse = teacher.logsumexp(-1) + torch.rand(rows, generator=generator)
-    return Logits(draft, teacher, lse)
+    return draft, teacher, teacher.logsumexp(-1) + torch.rand(rows, generator=generator)
 
 
 def factors(counted, weights):
@@ -43,7 +42,7 @@ def factors(counted, weights):
     return torch.tensor(weights).t()[..., None] * counted
 
 
-def definition(logits: Logits, counted, weights):
+def definition(logits, counted, weights):
     """Cross-entropy, acceptance rate and gradient, in fp64 and by autograd."""
     draft, teacher, lse = (tensor.double() for tensor in logits)
     draft.requires_grad_()
@@ -64,11 +63,11 @@ def test_the_kernels_equal_the_definition_within_the_rounding_of_their_logits(
     counted = torch.arange(steps * rows).view(steps, rows) % 3 > 0
     weights = [tuple(0.8**step * weight for weight in WEIGHTS[loss]) for step in range(steps)]
     cross_entropy, overlap, gradient = definition(logits, counted, weights)
-    softmaxes = fused.FusedSoftmaxes(logits, topology.alone)
+    softmaxes = fused.FusedSoftmaxes(*logits, topology.alone)
     actual_overlap, actual_gradient = softmaxes.finish(factors(counted, weights), loss == "acceptance", torch.float32)
     # A logit of size x is only known to x eps, and so is the exponential of its difference from the peak.
-    tolerance = 4 * EPS * float(logits.draft.abs().max() + 8)
-    assert torch.equal(softmaxes.best, logits.draft.argmax(-1))
+    tolerance = 4 * EPS * float(logits[0].abs().max() + 8)
+    assert torch.equal(softmaxes.best, logits[0].argmax(-1))
     assert (softmaxes.cross_entropy - cross_entropy).abs().max() <= tolerance * max(1.0, float(cross_entropy.max()))
     assert (actual_overlap - overlap).abs().max() <= tolerance
     assert (actual_gradient - gradient).abs().max() <= tolerance
@@ -80,9 +79,9 @@ def test_the_kernels_equal_the_definition_within_the_rounding_of_their_logits(
 def test_of_equal_logits_the_first_counts_and_a_gradient_in_half_precision_is_off_by_its_last_place(topology):
     """The interpreter cuts digits off where a GPU rounds."""
     logits = block(2, 3, 1500, 3.0, 2)
-    logits.draft[:, :, [700, 1400]] = 50.0
+    logits[0][:, :, [700, 1400]] = 50.0
     counted, weights = torch.ones(2, 3, dtype=torch.bool), [(1.0, 0.0)] * 2
-    softmaxes = fused.FusedSoftmaxes(logits, topology.alone)
+    softmaxes = fused.FusedSoftmaxes(*logits, topology.alone)
     assert bool((softmaxes.best == 700).all())
     exact = softmaxes.finish(factors(counted, weights), False, torch.float32)[1]
     half = softmaxes.finish(factors(counted, weights), False, torch.bfloat16)[1]
@@ -91,11 +90,10 @@ def test_of_equal_logits_the_first_counts_and_a_gradient_in_half_precision_is_of
 
 @pytest.mark.parametrize("name", ["loss_statistics", "loss_overlap", "loss_gradient", "loss_gradient, with below"])
 def test_an_operator_runs_without_data_and_keeps_to_its_schema(name):
-    logits = block(3, 4, 100, 1.0, 4)
-    rows = torch.ones(4, 4)
-    statistics = *logits[:2], rows, rows, logits.teacher_lse
+    draft, teacher, lse = block(3, 4, 100, 1.0, 4)
+    statistics = draft, teacher, torch.ones(4, 4), torch.ones(4, 4), lse
     inputs = {
-        "loss_statistics": logits[:2],
+        "loss_statistics": (draft, teacher),
         "loss_overlap": statistics,
         "loss_gradient": (*statistics, torch.ones(2, 3, 4), None, torch.bfloat16),
         "loss_gradient, with below": (*statistics, torch.ones(2, 3, 4), torch.zeros(3, 4), torch.bfloat16),
@@ -106,8 +104,9 @@ def test_an_operator_runs_without_data_and_keeps_to_its_schema(name):
 
 def test_a_row_that_does_not_count_has_no_gradient_whatever_its_logits_are(topology):
     logits, counted = block(3, 4, 50, 3.0, 1), torch.ones(3, 4, dtype=torch.bool)
-    logits.teacher[1], logits.draft[:, 2, 7], counted[:, 1:3] = float("nan"), float("inf"), False
-    softmaxes = fused.FusedSoftmaxes(logits, topology.alone)
+    draft, teacher, _ = logits
+    teacher[1], draft[:, 2, 7], counted[:, 1:3] = float("nan"), float("inf"), False
+    softmaxes = fused.FusedSoftmaxes(*logits, topology.alone)
     _, gradient = softmaxes.finish(factors(counted, [WEIGHTS["acceptance"]] * 3), True, torch.float32)
     assert not gradient[:, 1:3].any() and bool(gradient[:, [0, 3]].isfinite().all()) and gradient[:, [0, 3]].any()
 
