@@ -15,7 +15,7 @@ from eagle3.errors import UserError, run_command, shown
 from eagle3.parsing import parse_json
 from eagle3.regeneration.answers import AnswerFile
 from eagle3.regeneration.endpoint import Endpoint, endpoint_urls, exposed, find_model
-from eagle3.regeneration.regenerate import regenerate
+from eagle3.regeneration.regenerate import Regeneration
 from eagle3.regeneration.turns import Generation
 from eagle3.text.conversations import Conversation, iterate_conversations
 from eagle3.text.rows import MalformedRows
@@ -113,7 +113,7 @@ def main() -> int:
         total = sum(1 for _ in conversations(malformed, console))
         console(f"{total:,} conversations; {model} at {', '.join(endpoint.url for endpoint in endpoints)}")
         prompts = conversations(MalformedRows(drop, setting), lambda line: None)
-        summary = regenerate(prompts, total, file, endpoints, generation, console.warn, console)
+        summary = Regeneration(prompts, total, file, generation, console.warn, console).run(endpoints)
         for reason, count in malformed.counts.items():
             summary.left_out[f"malformed row ({reason})"] = count
             summary.examples[f"malformed row ({reason})"] = malformed.examples[reason]

@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from eagle3.console import Progress
+from eagle3.console import Progress, Say
 from eagle3.errors import UserError
 from eagle3.regeneration.answers import AnswerFile
 from eagle3.regeneration.endpoint import Endpoint, LeftOut, Refused, Unfit
@@ -66,7 +66,13 @@ class RegenerationSummary:
 
 
 class Regeneration:
-    """One run, which asks the endpoints for the answers that the file lacks."""
+    """One run, which asks the endpoints for every answer that `file` lacks, keeping each as busy as it allows. Only the
+    conversations in progress are held in memory.
+
+    total: how many conversations there are, to estimate the time left
+    report: gets a line for each endpoint that is left out
+    progress: gets a line now and then
+    """
 
     def __init__(
         self,
@@ -74,8 +80,8 @@ class Regeneration:
         total: int,
         file: AnswerFile,
         generation: Generation,
-        report: Callable[[str], None],
-        progress: Callable[[str], None],
+        report: Say,
+        progress: Say,
     ) -> None:
         self.conversations, self.file, self.generation = conversations, file, generation
         self.report, self.progress = report, Progress(progress, "regenerating", total, "conversations")
@@ -83,6 +89,15 @@ class Regeneration:
         self.start = time.monotonic()
         self.passed = self.new = 0  # conversations that need no request, and those done by this run
         self.unrecorded: list[tuple[Work, LeftOut]] = []  # left out before a row shows that the settings are fine
+
+    def run(self, endpoints: "Sequence[Endpoint | LocalTarget]") -> RegenerationSummary:
+        """Raises UserError if no endpoint is left, or if the first MOST_REFUSED conversations give no row; answers
+        received until then are in the file. If fewer conversations give no row, but no other gives one either, they are
+        counted but not recorded, so that the next run asks again."""
+        asyncio.run(self.ask(endpoints))
+        self.summary.seconds = time.monotonic() - self.start
+        self.summary.rows, self.summary.unrecorded = self.file.answered, len(self.unrecorded)
+        return self.summary
 
     def plans(self) -> Iterator[Work]:
         """Yield what needs requests, in the order of the input."""
@@ -103,7 +118,7 @@ class Regeneration:
                 self.summary.leave_out(conversation.origin, reason)
             self.passed += 1
 
-    async def run(self, endpoints: "Sequence[Endpoint | LocalTarget]") -> None:
+    async def ask(self, endpoints: "Sequence[Endpoint | LocalTarget]") -> None:
         self.endpoints, self.free = endpoints, asyncio.Queue()
         for endpoint in endpoints:
             for _ in range(endpoint.concurrency):
@@ -212,31 +227,3 @@ class Regeneration:
         if endpoint.dead is None:
             endpoint.dead = reason
             self.report(f"{endpoint.url} is left out: {reason}")
-
-
-def regenerate(
-    conversations: Iterable[Conversation],
-    total: int,
-    file: AnswerFile,
-    endpoints: "Sequence[Endpoint | LocalTarget]",
-    generation: Generation,
-    report: Callable[[str], None],
-    progress: Callable[[str], None],
-) -> RegenerationSummary:
-    """Ask the endpoints for every conversation that `file` lacks, keeping each endpoint as busy as it allows.
-
-    Only the conversations in progress are held in memory.
-
-    total: how many conversations there are, to estimate the time left
-    report: gets a line for each endpoint that is left out
-    progress: gets a line now and then
-
-    Raises UserError if no endpoint is left, or if the first MOST_REFUSED conversations give no row; answers received
-    until then are in the file. If fewer conversations give no row, but no other gives one either, they are counted but
-    not recorded, so that the next run asks again.
-    """
-    run = Regeneration(conversations, total, file, generation, report, progress)
-    asyncio.run(run.run(endpoints))
-    run.summary.seconds = time.monotonic() - run.start
-    run.summary.rows, run.summary.unrecorded = file.answered, len(run.unrecorded)
-    return run.summary

@@ -30,7 +30,7 @@ from tiny_run import launch
 from eagle3.errors import UserError
 from eagle3.regeneration.answers import AnswerFile
 from eagle3.regeneration.endpoint import Endpoint, LeftOut, endpoint_urls, exposed, find_model
-from eagle3.regeneration.regenerate import RegenerationSummary, regenerate
+from eagle3.regeneration.regenerate import Regeneration, RegenerationSummary
 from eagle3.regeneration.turns import Generation, plan_of
 from eagle3.text.conversations import Conversation, read_conversations
 
@@ -206,7 +206,8 @@ def ask(
             Endpoint(url, None, generation.model, concurrency=concurrency, timeout=timeout, patience=patience)
             for url in endpoint_urls([server.url for server in servers])
         ]
-        return regenerate(conversations, len(conversations), file, endpoints, generation, report, lambda progress: None)
+        run = Regeneration(conversations, len(conversations), file, generation, report, lambda progress: None)
+        return run.run(endpoints)
 
 
 def answers(tmp_path: Path, server: Server, *rows: dict, **changes) -> list[list[dict]]:
@@ -510,7 +511,7 @@ def test_no_more_requests_are_in_flight_than_asked_for_and_no_more_conversations
     with Server(seconds=0.1) as server, Counting(tmp_path / "out.jsonl", asdict(settings())) as file:
         [url] = endpoint_urls([server.url])
         endpoint = Endpoint(url, None, "tiny", concurrency=5, timeout=HANG_SECONDS)
-        regenerate(drawing(), 60, file, [endpoint], settings(), print, print)
+        Regeneration(drawing(), 60, file, settings(), print, print).run([endpoint])
     assert server.most_at_a_time == 5 and most <= 6 and answered == 60
 
 
