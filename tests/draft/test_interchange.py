@@ -19,6 +19,7 @@ from eagle3.errors import UserError
 
 SIZES = {"hidden_size": 16, "target_hidden_size": 20, "intermediate_size": 24, "max_position_embeddings": 64}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "vocab_size": 30, "draft_vocab_size": 12}
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32}
 T2D = torch.arange(30) % 5 < 2
 D2T = T2D.nonzero().flatten() - torch.arange(12)
@@ -153,10 +154,12 @@ def test_config_json_says_what_serving_engines_read(tmp_path, topology):
     assert values["torch_dtype"] == values["dtype"] == "bfloat16" and values["bos_token_id"] == 7
 
 
-def test_default_rope_has_no_rope_scaling(exported):
-    values = json.loads((exported / "config.json").read_text())
-    assert values["rope_scaling"] is None and values["rope_theta"] == 10000.0
-    assert values["rope_parameters"] == {"rope_type": "default", "rope_theta": 10000.0}
+@pytest.mark.parametrize("rope", [{}, {"rope_theta": 1e6}, {"rope_type": "default"}], ids=str)
+def test_rope_keys_left_out_mean_the_defaults_that_config_json_states_without_a_scaling(rope):
+    """A recipe may set rope_parameters by hand."""
+    values, whole = DraftConfig(**SIZES, rope_parameters=rope).to_json("float32"), DEFAULT_ROPE | rope
+    assert values["rope_parameters"] == whole and values["rope_theta"] == whole["rope_theta"]
+    assert values["rope_scaling"] is None
 
 
 LLAMA3 = YARN | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -188,84 +191,66 @@ def test_either_spelling_of_rope_alone_gives_the_same_config(changes, old_key):
         assert DraftConfig.from_json(values, "config.json").rope_parameters == config.rope_parameters
 
 
-def test_a_config_without_the_optional_keys_takes_the_usual_values():
-    values = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 30}
-    config = DraftConfig.from_json(values, "config.json")
-    assert (config.target_hidden_size, config.num_key_value_heads, config.head_dim) == (16, 4, 4)
-    assert (config.draft_vocab_size, config.aux_layers, config.fc_norm, config.norm_output) == (30, None, False, False)
+MINIMAL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 30}
+LAYERS, SLIDING, FULL = "eagle_aux_hidden_state_layer_ids", "sliding_attention", "full_attention"
 
 
-def _with_layers(nested, top):
-    """A config.json that names auxiliary layers for SGLang and for vLLM; None leaves a key out."""
-    values = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "vocab_size": 30}
-    name = "eagle_aux_hidden_state_layer_ids"
-    values |= {} if nested is None else {"eagle_config": {name: nested}}
-    return values | ({} if top is None else {name: top})
+def _layers(nested, top):
+    """Keys of a config.json that name auxiliary layers for SGLang and for vLLM."""
+    return {"eagle_config": {LAYERS: nested}, LAYERS: top}
 
 
 @pytest.mark.parametrize(
-    ("nested", "top"), [([1, 4, 8], [2, 5, 9]), ([1, 4, 8], None), (None, [2, 5, 9]), ([], [2, 5, 9])], ids=str
-)
-def test_auxiliary_layers_are_read_from_either_key(nested, top):
-    """For a long time, exports had only the first key."""
-    assert DraftConfig.from_json(_with_layers(nested, top), "config.json").aux_layers == (1, 4, 8)
-
-
-@pytest.mark.parametrize(
-    ("nested", "top", "parts"),
+    ("keys", "read"),
     [
-        ([1, 4, 8], [1, 4, 8], ["[1, 4, 8] (counted from 0", "[1, 4, 8] (counted from 1", "remove the one"]),
-        ([1, 4, 8], [2, 5, 10], ["[1, 4, 8]", "[2, 5, 10]"]),
-        (None, [0, 4, 8], ["[0, 4, 8]", "counted from 1"]),
-        ([-1, 4, 8], None, ["eagle_config.eagle_aux", "[-1, 4, 8]", "counted from 0"]),
-        (7, None, ["7"]),
-        (["1", 4, 8], None, ["['1', 4, 8]"]),
-        (None, [True, 4, 8], ["[True, 4, 8]"]),
+        ({}, {"target_hidden_size": 16, "num_key_value_heads": 4, "head_dim": 4, "draft_vocab_size": 30}),
+        ({}, {"aux_layers": None, "fc_norm": False, "norm_output": False, "window": None}),
+        (_layers([1, 4, 8], [2, 5, 9]), {"aux_layers": (1, 4, 8)}),
+        (_layers([1, 4, 8], None), {"aux_layers": (1, 4, 8)}),
+        (_layers([], [2, 5, 9]), {"aux_layers": (1, 4, 8)}),
+        ({LAYERS: [2, 5, 9]}, {"aux_layers": (1, 4, 8)}),
+        ({"layer_types": [SLIDING], "sliding_window": 16}, {"window": 16}),
+        ({"layer_types": [FULL], "sliding_window": 16}, {"window": None}),
+        ({"layer_types": [FULL, FULL], "sliding_window": None}, {"window": None}),
+        ({"sliding_window": 4096, "use_sliding_window": False}, {"window": None}),
+        ({"sliding_window": None}, {"window": None}),
     ],
     ids=str,
 )
-def test_auxiliary_layers_that_engines_would_read_differently_are_refused_with_both_values(nested, top, parts):
-    message = _refusal(DraftConfig.from_json, _with_layers(nested, top), "some/config.json")
-    assert message.startswith("some/config.json: ") and all(part in message for part in parts), message
-
-
-SLIDING, FULL = "sliding_attention", "full_attention"
+def test_config_json_is_read_as_engines_read_it_with_the_usual_values_of_keys_left_out(keys, read):
+    config = DraftConfig.from_json(MINIMAL | keys, "config.json")
+    assert {name: getattr(config, name) for name in read} == read
 
 
 @pytest.mark.parametrize(
-    ("keys", "window"),
+    ("keys", "parts"),
     [
-        ({"layer_types": [SLIDING], "sliding_window": 16}, 16),
-        ({"layer_types": [FULL], "sliding_window": 16}, None),
-        ({"layer_types": [FULL, FULL], "sliding_window": None}, None),
-        ({"sliding_window": 4096, "use_sliding_window": False}, None),
-        ({"sliding_window": None}, None),
-    ],
-    ids=str,
-)
-def test_a_window_is_what_layer_types_says_of_the_layer(keys, window):
-    assert DraftConfig.from_json(_with_layers(None, None) | keys, "config.json").window == window
-
-
-@pytest.mark.parametrize(
-    ("keys", "reason"),
-    [
-        ({"sliding_window": 16}, "sliding_window is 16 but layer_types does not say"),
-        ({"sliding_window": 16, "layer_types": []}, "sliding_window is 16 but layer_types does not say"),
-        ({"sliding_window": 16, "layer_types": [SLIDING, FULL]}, "but a draft has one layer"),
-        ({"sliding_window": 16, "layer_types": [SLIDING], "use_sliding_window": False}, "use_sliding_window is false"),
-        ({"layer_types": [SLIDING]}, "sliding_window is missing"),
-        ({"layer_types": ["chunked_attention"]}, "a draft's layer is"),
+        (_layers([1, 4, 8], [1, 4, 8]), ("[1, 4, 8] (counted from 0", "[1, 4, 8] (counted from 1", "remove the one")),
+        (_layers([1, 4, 8], [2, 5, 10]), ("[1, 4, 8]", "[2, 5, 10]")),
+        (_layers(None, [0, 4, 8]), ("[0, 4, 8]", "counted from 1")),
+        (_layers([-1, 4, 8], None), ("eagle_config.eagle_aux", "[-1, 4, 8]", "counted from 0")),
+        (_layers(7, None), ("7",)),
+        (_layers(["1", 4, 8], None), ("['1', 4, 8]",)),
+        (_layers(None, [True, 4, 8]), ("[True, 4, 8]",)),
+        ({"sliding_window": 16}, ("sliding_window is 16 but layer_types does not say",)),
+        ({"sliding_window": 16, "layer_types": []}, ("sliding_window is 16 but layer_types does not say",)),
+        ({"sliding_window": 16, "layer_types": [SLIDING, FULL]}, ("but a draft has one layer",)),
+        (
+            {"sliding_window": 16, "layer_types": [SLIDING], "use_sliding_window": False},
+            ("use_sliding_window is false",),
+        ),
+        ({"layer_types": [SLIDING]}, ("sliding_window is missing",)),
+        ({"layer_types": ["chunked_attention"]}, ("a draft's layer is",)),
         *(
-            ({"layer_types": [SLIDING], "sliding_window": value}, "not a number of keys")
+            ({"layer_types": [SLIDING], "sliding_window": value}, ("not a number of keys",))
             for value in (0, -1, "16", True, 1.5)
         ),
     ],
     ids=str,
 )
-def test_a_window_that_readers_would_take_differently_is_refused(keys, reason):
-    message = _refusal(DraftConfig.from_json, _with_layers(None, None) | keys, "some/config.json")
-    assert message.startswith("some/config.json: ") and reason in message
+def test_what_engines_would_read_differently_is_refused_with_its_values(keys, parts):
+    message = _refusal(DraftConfig.from_json, MINIMAL | keys, "some/config.json")
+    assert message.startswith("some/config.json: ") and all(part in message for part in parts), message
 
 
 EVERY_NAME = sorted({*NAMES, *FC_NORM} - {"d2t", "t2d"})
@@ -310,12 +295,6 @@ def test_gate_and_up_of_unequal_sizes_are_refused_though_they_add_up(not_loaded)
     assert "[22, 16]" in message and "[24, 16]" in message
 
 
-def test_missing_vocabulary_tables_are_named(exported):
-    _rewrite(exported, lambda tensors: (tensors.pop("d2t"), tensors.pop("t2d")))
-    message = _refusal(read_exported, exported)
-    assert str(exported / "model.safetensors") in message and "d2t and t2d are missing" in message
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_flipped_bit_of_any_tensor_is_noticed_and_a_draft_without_a_digest_is_read(tmp_path, topology, dtype):
     path = _export(tmp_path / "draft", _draft(topology, 0), dtype=dtype) / "model.safetensors"
@@ -351,6 +330,7 @@ def test_equal_drafts_are_equal_files(tmp_path, topology):
 
 
 TABLES = {
+    "neither table": lambda tensors: (tensors.pop("d2t"), tensors.pop("t2d")),
     "another offset": lambda tensors: tensors["d2t"].add_(1),
     "descending ids": lambda tensors: tensors.update(d2t=(D2T + torch.arange(12)).flip(0) - torch.arange(12)),
     "one token less": lambda tensors: tensors["t2d"].logical_and_(torch.arange(30) > 0),
@@ -362,7 +342,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("change", TABLES.values(), ids=TABLES)
-def test_a_d2t_that_contradicts_t2d_is_refused(exported, change):
+def test_tables_of_the_vocabulary_that_contradict_each_other_or_are_missing_are_named(exported, change):
     _rewrite(exported, change)
     message = _refusal(read_exported, exported)
     assert str(exported / "model.safetensors") in message and "d2t" in message and "t2d" in message
@@ -399,10 +379,3 @@ def test_a_config_json_of_another_kind_of_draft_is_refused(exported, key):
     values = json.loads(path.read_text()) | {key: WRONG[key]}
     path.write_text(json.dumps({name: value for name, value in values.items() if name != key or value is not None}))
     _refusal(read_exported, exported)
-
-
-@pytest.mark.parametrize("rope", [{"rope_theta": 1e6}, {"rope_type": "default"}], ids=str)
-def test_rope_keys_left_out_mean_the_defaults_that_config_json_would_state(rope):
-    """A recipe may set rope_parameters by hand."""
-    config = DraftConfig(**SIZES, rope_parameters=rope)
-    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0} | rope

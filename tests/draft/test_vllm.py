@@ -1,18 +1,22 @@
 """vLLM reads the same auxiliary layers for an export as training did: according to vLLM's own functions if its files
 are there, and according to the rule that they implement."""
 
+import __future__
+
+import ast
+import importlib.util
 import json
+import zipfile
 from bisect import bisect_right
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from tiny_draft import tiny_llama
 from transformers import AutoConfig, DeepseekV2Config, LlamaForCausalLM, PreTrainedConfig
-from vllm_source import VLLMSource, installed
 
 from eagle3.draft.derivation import derive_draft
 from eagle3.planning.payoff import vllm_flags
@@ -28,13 +32,34 @@ RUNNERS = {
 }
 
 
+class VLLMSource:
+    """Reads single functions from vLLM's files and runs them, without an installed vLLM. root: vLLM's wheel, or the
+    folder that contains `vllm`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = zipfile.Path(root) if root.suffix == ".whl" else root
+
+    def definition(self, file: str, name: str, **names: Any) -> Any:
+        """The function or class of that name (`Class.method` for a method) in `file`, unchanged but without decorators
+        and annotations. It sees only `names`; any other name that it uses is a NameError."""
+        source = (self.root / "vllm" / file).read_text(encoding="utf-8")
+        body = ast.parse(source).body
+        for part in name.split("."):
+            (item,) = (node for node in body if getattr(node, "name", None) == part)
+            body = item.body
+        item.decorator_list.clear()
+        flags = __future__.annotations.compiler_flag
+        code = compile(ast.Module([item], []), f"vllm/{file}", "exec", flags=flags, dont_inherit=True)
+        exec(code, names)
+        return names[item.name]
+
+
 @pytest.fixture(scope="module")
 def vllm(request) -> VLLMSource:
-    chosen = request.config.getoption("--vllm")
-    root = Path(chosen) if chosen else installed()
-    if root is None:
+    chosen, spec = request.config.getoption("--vllm"), importlib.util.find_spec("vllm")
+    if not chosen and not (spec and spec.origin):
         pytest.skip("vLLM is not installed, and --vllm names no wheel of it (pip download vllm --no-deps)")
-    return VLLMSource(root)
+    return VLLMSource(Path(chosen) if chosen else Path(spec.origin).parent.parent)
 
 
 @pytest.fixture(scope="module")

@@ -35,20 +35,11 @@ STARTS = 300
 LONG = ("training.max_steps=20000", "training.checkpoint_every=5", "evaluation.every=20000")
 
 
-class Failed(Exception):
-    """Raised if a claim about a job does not hold."""
-
-
-def claim(holds: object, what: str) -> None:
-    if not holds:
-        raise Failed(what)
-
-
 def until(happened: Callable[[], object], seconds: float, what: str) -> object:
-    """What `happened` returns, as soon as that is true. Raises Failed after so many seconds."""
+    """What `happened` returns, as soon as that is true. Fails after so many seconds."""
     deadline = time.monotonic() + seconds
     while not (result := happened()):
-        claim(time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}")
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
         time.sleep(0.5)
     return result
 
@@ -92,7 +83,7 @@ class Lab:
         """Submits a job through the launcher itself. Returns the job's number."""
         process = self.run("bash", ROOT / "launchers" / script, *NODES, *words, folder=folder)
         match = re.search(r"Submitted batch job (\d+)", process.stdout)
-        claim(match, f"not submitted: {process.stdout}")
+        assert match, f"not submitted: {process.stdout}"
         return match[1]
 
     def job(self, number: str) -> dict[str, str]:
@@ -104,7 +95,7 @@ class Lab:
         """Waits until the job and all its processes are gone. Returns what Slurm says about the job."""
         until(lambda: not self.slurm("squeue", "-h", "-j", number).strip(), seconds, f"the end of job {number}")
         job = self.job(number)
-        claim(job["JobState"] == state, f"job {number} is {job['JobState']} ({job['ExitCode']}), not {state}")
+        assert job["JobState"] == state, f"job {number} is {job['JobState']} ({job['ExitCode']}), not {state}"
         return job
 
     def await_said(self, log: Path, text: str, seconds: float) -> None:
@@ -114,7 +105,7 @@ class Lab:
         """Ends a job by the signal that makes a run write a checkpoint and stop for good."""
         self.slurm("scancel", "--batch", "--signal=TERM", number)
         job = self.await_end(number, 60, "FAILED")
-        claim(job["ExitCode"] == "75:0" and job["Restarts"] == "0", f"after SIGTERM: {job['ExitCode']}")
+        assert job["ExitCode"] == "75:0" and job["Restarts"] == "0", f"after SIGTERM: {job['ExitCode']}"
 
 
 def two_nodes_follow_one_process(lab: Lab) -> None:
@@ -122,12 +113,12 @@ def two_nodes_follow_one_process(lab: Lab) -> None:
     number = lab.submit(folder, "--", recipe, *RING)
     lab.await_end(number, STARTS)
     process = lab.run("bash", ROOT / "launchers/single_node.sh", recipe, f"output.dir={folder / 'one'}", folder=folder)
-    claim(process.returncode == 0, process.stdout)
+    assert process.returncode == 0, process.stdout
     two, one = metrics(folder / "run"), metrics(folder / "one")
-    claim(len(one) == len(two) == 8, f"{len(one)} and {len(two)} steps")
+    assert len(one) == len(two) == 8, f"{len(one)} and {len(two)} steps"
     for name in ("loss", "gradient_norm"):
         differences = [abs(a[name] - b[name]) / abs(b[name]) for a, b in zip(two, one, strict=True)]
-        claim(max(differences) < 1e-5, f"{name} differs by {max(differences):.1e}")
+        assert max(differences) < 1e-5, f"{name} differs by {max(differences):.1e}"
 
 
 def the_time_limit_changes_no_bit(lab: Lab) -> None:
@@ -138,16 +129,16 @@ def the_time_limit_changes_no_bit(lab: Lab) -> None:
     lab.await_end(number, 2400)
     log = (folder / f"slurm-{number}-node0.log").read_text()
     parts = log.count("stopped by SIGUSR1 after step")
-    claim(parts >= 1 and log.count("resumed after step") == parts, f"{parts} interruptions")
-    claim(int(lab.job(number)["Restarts"]) == parts, lab.job(number)["Restarts"])
+    assert parts >= 1 and log.count("resumed after step") == parts, f"{parts} interruptions"
+    assert int(lab.job(number)["Restarts"]) == parts, lab.job(number)["Restarts"]
     undisturbed = lab.submit(folder, "--", recipe, *RING, *long, f"output.dir={folder / 'undisturbed'}")
     lab.await_end(undisturbed, 1800)
     runs = [folder / "run", folder / "undisturbed"]
     actual, expected = (load_file(run / "export" / "model.safetensors") for run in runs)
-    claim(actual.keys() == expected.keys(), "other weights")
-    claim(all(torch.equal(actual[name], expected[name]) for name in expected), "weights differ")
+    assert actual.keys() == expected.keys(), "other weights"
+    assert all(torch.equal(actual[name], expected[name]) for name in expected), "weights differ"
     actual, expected = ([record["loss"] for record in metrics(run)] for run in runs)
-    claim(actual == expected and len(actual) == 1200, "losses differ")
+    assert actual == expected and len(actual) == 1200, "losses differ"
 
 
 def a_job_that_never_makes_a_step_is_not_queued_for_ever(lab: Lab) -> None:
@@ -158,8 +149,8 @@ def a_job_that_never_makes_a_step_is_not_queued_for_ever(lab: Lab) -> None:
         lab.slurm("scancel", "--batch", "--signal=USR1", number)
     lab.await_end(number, 60, "FAILED")
     job, log = lab.job(number), (folder / f"slurm-{number}.out").read_text()
-    claim((job["ExitCode"], job["Restarts"]) == ("75:0", "1"), f"{job['ExitCode']} after {job['Restarts']} restarts")
-    claim("error: stopped twice before the first step" in log, log)
+    assert (job["ExitCode"], job["Restarts"]) == ("75:0", "1"), f"{job['ExitCode']} after {job['Restarts']} restarts"
+    assert "error: stopped twice before the first step" in log, log
 
 
 def without_arguments_the_quickstart_is_trained(lab: Lab) -> None:
@@ -171,7 +162,7 @@ def without_arguments_the_quickstart_is_trained(lab: Lab) -> None:
     lab.await_said(folder / f"slurm-{number}.out", "training.global_batch_size raised from 8 to 12", STARTS)
     lab.await_said(folder / f"slurm-{number}-node0.log", "step 1/420", 10 * STARTS)
     lab.end(number)
-    claim((folder / "runs" / "quickstart" / "checkpoints").is_dir(), "no checkpoint in runs/quickstart")
+    assert (folder / "runs" / "quickstart" / "checkpoints").is_dir(), "no checkpoint in runs/quickstart"
 
 
 def scancel_leaves_a_checkpoint_that_resumes(lab: Lab) -> None:
@@ -205,8 +196,8 @@ def the_doctor_looks_at_both_nodes(lab: Lab) -> None:
     number = lab.submit(folder, "--doctor", "--", recipe)
     lab.await_end(number, STARTS)
     log = (folder / f"slurm-{number}-node0.log").read_text()
-    claim("nodes: 2 (n1" in log and "sound: " in log, log)
-    claim(not (folder / "run").exists(), "a run was begun")
+    assert "nodes: 2 (n1" in log and "sound: " in log, log
+    assert not (folder / "run").exists(), "a run was begun"
 
 
 def a_dead_node_loses_no_checkpoint_and_the_job_comes_back(lab: Lab) -> None:
@@ -217,7 +208,7 @@ def a_dead_node_loses_no_checkpoint_and_the_job_comes_back(lab: Lab) -> None:
     daemon = psutil.Process(int((lab.state / "slurmd-n2.pid").read_text()))
     steps = [process for process in psutil.process_iter() if f"[{number}." in " ".join(process.cmdline())]
     of_n2 = [step for step in steps if any(b.environ().get("SLURMD_NODENAME") == "n2" for b in step.children())]
-    claim(of_n2, "no process of the job's step on n2")
+    assert of_n2, "no process of the job's step on n2"
     for process in [daemon, *of_n2, *(child for step in of_n2 for child in step.children(recursive=True))]:
         process.kill()
     try:
@@ -227,7 +218,7 @@ def a_dead_node_loses_no_checkpoint_and_the_job_comes_back(lab: Lab) -> None:
     finally:
         subprocess.run(["bash", LAB, "node", lab.state, "n2"], check=True)
     lab.await_said(log, "resumed after step", 300)
-    claim(int(lab.job(number)["Restarts"]) == 1, "not queued again")
+    assert int(lab.job(number)["Restarts"]) == 1, "not queued again"
     lab.slurm("scancel", number)
     until(lambda: not lab.slurm("squeue", "-h", "-j", number).strip(), 60, "its end")
 
@@ -238,16 +229,16 @@ def a_wrong_recipe_takes_no_node(lab: Lab) -> None:
     for words in (("training.max_stepz=3",), ("parallelism.ulysses=2",), ("parallelism.ring=3",)):
         process = lab.run("bash", ROOT / "launchers/slurm_multi.sh", *NODES, "--", recipe, *words, folder=folder)
         lines = [line for line in process.stdout.splitlines() if line.startswith("error: ")]
-        claim(process.returncode == 2 and len(lines) == 1, f"exit code {process.returncode}: {process.stdout}")
-        claim("Traceback" not in process.stdout, process.stdout)
-    claim(len(lab.slurm("scontrol", "show", "job", "-o").splitlines()) == len(before), "a job was made")
+        assert process.returncode == 2 and len(lines) == 1, f"exit code {process.returncode}: {process.stdout}"
+        assert "Traceback" not in process.stdout, process.stdout
+    assert len(lab.slurm("scontrol", "show", "job", "-o").splitlines()) == len(before), "a job was made"
     line = ("sbatch", "--parsable", *NODES, ROOT / "launchers/slurm_multi.sh", recipe, "training.max_stepz=3")
     number = lab.run(*line, folder=folder).stdout.strip()
     job = lab.await_end(number, 60, "FAILED")
-    claim(job["ExitCode"] == "2:0", job["ExitCode"])
+    assert job["ExitCode"] == "2:0", job["ExitCode"]
     lines = (folder / f"slurm-{number}.out").read_text().splitlines()
-    claim(len(lines) == 1 and lines[0].startswith("error: ") and "max_steps" in lines[0], lines)
-    claim(not list(folder.glob("*node*.log")), "a node was started")
+    assert len(lines) == 1 and lines[0].startswith("error: ") and "max_steps" in lines[0], lines
+    assert not list(folder.glob("*node*.log")), "a node was started"
 
 
 def captures_in_an_array_are_one_capture(lab: Lab) -> None:
@@ -259,16 +250,16 @@ def captures_in_an_array_are_one_capture(lab: Lab) -> None:
     process = lab.run(
         sys.executable, ROOT / "launchers/capture.py", "--recipe", recipe, array, "--verify", folder=folder
     )
-    claim(process.returncode == 0 and "nothing wrong" in process.stdout, process.stdout)
+    assert process.returncode == 0 and "nothing wrong" in process.stdout, process.stdout
     one = f"hidden_states.path={folder / 'one'}"
     process = lab.run(sys.executable, ROOT / "launchers/capture.py", "--recipe", recipe, one, folder=folder)
-    claim(process.returncode == 0, process.stdout)
+    assert process.returncode == 0, process.stdout
     parts, whole = (samples(folder / name) for name in ("array", "one"))
-    claim(len(list((folder / "array").glob("shard-*.safetensors"))) > 1, "one shard only: no second task")
-    claim(parts.keys() == whole.keys() and len(whole) > 30, f"{len(parts)} and {len(whole)} samples")
+    assert len(list((folder / "array").glob("shard-*.safetensors"))) > 1, "one shard only: no second task"
+    assert parts.keys() == whole.keys() and len(whole) > 30, f"{len(parts)} and {len(whole)} samples"
     for name, one_sample in whole.items():
         same = all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in zip(parts[name], one_sample, strict=True))
-        claim(same, f"sample {name} differs")
+        assert same, f"sample {name} differs"
 
 
 def samples(store: Path) -> dict[str, list[torch.Tensor]]:
@@ -293,10 +284,10 @@ def a_killed_rank_ends_the_job_within_a_minute_with_the_cause(lab: Lab) -> None:
     (victim,) = (rank for rank in ranks if rank.environ().get("RANK") == "1" and str(recipe) in rank.cmdline())
     victim.send_signal(signal.SIGKILL)
     job = lab.await_end(number, 60, "FAILED")
-    claim(not job["ExitCode"].startswith(("0:", "75:")), job["ExitCode"])
+    assert not job["ExitCode"].startswith(("0:", "75:")), job["ExitCode"]
     log = "".join(path.read_text() for path in folder.glob(f"slurm-{number}*"))
-    claim(f"rank 1 (process {victim.pid} on n2" in log, "the rank is not named")
-    claim("error: exit code" in (folder / f"slurm-{number}.out").read_text(), "no error in the job's log")
+    assert f"rank 1 (process {victim.pid} on n2" in log, "the rank is not named"
+    assert "error: exit code" in (folder / f"slurm-{number}.out").read_text(), "no error in the job's log"
 
 
 CASES = {
@@ -332,7 +323,7 @@ def main() -> int:
             try:
                 CASES[name](lab)
                 verdict = "passed"
-            except Failed as failure:
+            except AssertionError as failure:
                 verdict, failures = f"FAILED: {failure}", failures + 1
                 lab.slurm("scancel", "--user=root")
             print(f"{CASES[name].__name__.replace('_', ' ')}: {verdict} ({time.monotonic() - began:.0f} s)", flush=True)
