@@ -15,17 +15,11 @@ from long_prefill_worker import (
     families,
     long_prefill,
     target_of,
-    target_of_logits,
 )
 from processes import kept
 from tiny_run import run_script
 from torch import nn
-from transformers import (
-    DogeConfig,
-    DogeForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-)
+from transformers import DogeConfig, DogeForCausalLM, Lfm2Config, Lfm2ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 from eagle3.attention.block import PLAIN, PLAIN_BLOCKS
@@ -82,18 +76,10 @@ def test_chunks_of_one_process_give_the_whole(family, topology):
         assert_same(differences(prefill, document_of(length)), f"{length} tokens")
 
 
-def test_a_teacher_of_logits_gives_those_of_the_whole_in_chunks(topology):
-    prefill = long_prefill(target_of_logits(), topology)
-    for length in (1, CHUNK_TOKENS + 1, 40):
-        assert_same(differences(prefill, document_of(length)), f"{length} tokens")
-    (states,) = prefill.chunks(document_of(5))
-    assert states.teacher.values.shape == (5, 48)
-
-
 def test_chunk_sizes_and_scaled_rope_change_nothing(topology):
     target = target_of("llama", rope_parameters=YARN)
     for chunk_tokens in (1, 7, 64):
-        prefill = LongPrefill(target, topology.alone, topology.alone, topology.alone, chunk_tokens)
+        prefill = LongPrefill(target, *3 * [topology.alone], chunk_tokens)
         assert_same(differences(prefill, document_of(50)), f"chunks of {chunk_tokens}")
 
 
@@ -110,9 +96,7 @@ def test_kernels_are_chosen_for_each_window_by_the_targets_own_heads(family, win
         shapes.add(tuple(shape.items()))
         return PLAIN_BLOCKS._replace(full=PLAIN._replace(forward=forward))
 
-    prefill = LongPrefill(
-        target_of(family), topology.alone, topology.alone, topology.alone, CHUNK_TOKENS, choose=choose
-    )
+    prefill = LongPrefill(target_of(family), *3 * [topology.alone], CHUNK_TOKENS, choose)
     assert_same(differences(prefill, document_of(40)), family)
     heads, kv_heads, widest = {"gpt_oss": (8, 2, 8), "deepseek_v3": (4, 4, 16), "gemma2": (4, 2, 16)}[family]
     expected = {"heads": heads, "kv_heads": kv_heads, "head_dim": widest, "dtype": torch.float32}
@@ -153,10 +137,8 @@ def test_documents_taken_in_turns_do_not_mix(family, topology):
 def test_bfloat16_is_taken_and_stays(family, topology):
     prefill = long_prefill(target_of(family, torch.bfloat16), topology)
     (states,) = prefill.chunks(document_of(5))
-    assert (
-        states.aux.dtype == states.teacher.values.dtype == torch.bfloat16
-        and states.teacher.logsumexp.dtype == torch.float32
-    )
+    assert states.aux.dtype == states.teacher.values.dtype == torch.bfloat16
+    assert states.teacher.logsumexp.dtype == torch.float32
 
 
 def test_sliding_layers_keep_no_key_that_nothing_sees_any_more(topology):
@@ -171,12 +153,13 @@ def test_sliding_layers_keep_no_key_that_nothing_sees_any_more(topology):
         assert tokens == CHUNK_TOKENS * (2 * number + 2 * min(number, 2))
 
 
-@pytest.mark.parametrize("ropes", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, "longrope"])
-def test_rope_that_depends_on_the_prompts_length_is_refused(ropes, topology):
-    if ropes == "longrope":
-        factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8}
-        ropes = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
-    refused("by the length of the whole prompt", target_of("llama", rope_parameters=ropes), topology)
+LONGROPE = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(("kind", "rope"), [("dynamic", {"factor": 2.0}), ("longrope", LONGROPE)])
+def test_rope_that_depends_on_the_prompts_length_is_refused(kind, rope, topology):
+    rope = {"rope_type": kind, "rope_theta": 1e4, **rope}
+    refused("by the length of the whole prompt", target_of("llama", rope_parameters=rope), topology)
 
 
 def test_layers_that_are_no_attention_are_refused(topology):
@@ -239,14 +222,6 @@ def test_capped_scores_are_refused_where_the_targets_own_attention_drops_the_cap
     target = target_of("gemma2")
     target.model.set_attn_implementation("sdpa")
     refused("gives other hidden states in chunks", target, topology)
-
-
-def test_tokens_that_prefill_refuses_are_refused(topology):
-    prefill = long_prefill(target_of("llama"), topology)
-    with pytest.raises(UserError, match="document 0 has token id -1"):
-        prefill.chunks(torch.tensor([3, -1]))
-    with pytest.raises(UserError, match="document 0 has no tokens"):
-        prefill.chunks(torch.tensor([], dtype=torch.int64))
 
 
 def of(model) -> TransformersTarget:

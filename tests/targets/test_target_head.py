@@ -11,7 +11,7 @@ import transformers
 import transformers.dynamic_module_utils
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM, PhiConfig, PhiForCausalLM
+from transformers import LlamaForCausalLM, PhiConfig, PhiForCausalLM, PreTrainedModel
 
 from eagle3.errors import UserError
 from eagle3.targets.checkpoint import load_causal_lm
@@ -19,18 +19,9 @@ from eagle3.targets.head import load_target_head, model_head
 from eagle3.targets.logits import LogitTransform, TargetHead
 from eagle3.targets.transformers import load_target
 
-SHAPE = {
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    "pad_token_id": 0,
-}
+SHAPE = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+SHAPE |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 # What is special about each:
 FAMILIES = {
@@ -55,8 +46,12 @@ def save(family: str, folder: Path, dtype: torch.dtype = torch.float32, shards: 
     return folder
 
 
-def of_whole_model(folder: Path, dtype: str | torch.dtype = "auto", required: bool = True) -> TargetHead:
-    return model_head(str(folder), load_causal_lm(str(folder), None, False, dtype), required)
+def whole_model(folder: Path, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
+    return load_causal_lm(str(folder), None, False, dtype)
+
+
+def of_whole_model(folder: Path, dtype: str | torch.dtype = "auto") -> TargetHead:
+    return model_head(str(folder), whole_model(folder, dtype), required=True)
 
 
 def assert_same(actual: TargetHead, expected: TargetHead) -> None:
@@ -153,9 +148,8 @@ def test_the_text_part_of_a_checkpoint_of_several_parts_is_found(tmp_path):
 
 def test_two_tensors_that_could_be_the_matrix_are_refused(tmp_path):
     folder = wrapped(tmp_path, **{"talker.model.embed_tokens.weight": torch.zeros(128, 32)})
-    with pytest.raises(
-        UserError, match="language_model.model.embed_tokens.* and talker.* could both be model.embed_tokens"
-    ):
+    both = "language_model.model.embed_tokens.* and talker.* could both be model.embed_tokens"
+    with pytest.raises(UserError, match=both):
         load_target_head(folder)
 
 
@@ -196,22 +190,19 @@ def quantisations() -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("kind", quantisations())
-def test_a_quantised_head_is_refused_where_required_and_else_left_to_the_model(kind, tmp_path):
-    save("llama", tmp_path)
-    expected = of_whole_model(tmp_path)
-    stored = {f"lm_head.{name}": each for name, each in quantisations()[kind].items()}
-    rewrite(tmp_path, lambda weights: {name: each for name, each in weights.items() if name != HEAD} | stored)
+def test_a_quantised_head_is_left_to_the_model_if_it_may_be_and_a_quantised_embedding_never(kind, tmp_path):
+    weights = load_file(save("llama", tmp_path) / "model.safetensors")
+
+    def quantise(matrix: str) -> None:
+        stored = {matrix.replace("weight", name, 1): each for name, each in quantisations()[kind].items()}
+        rewrite(tmp_path, lambda _: {name: each for name, each in weights.items() if name != matrix} | stored)
+
+    quantise(HEAD)
     with pytest.raises(UserError, match="its lm_head is quantised, not linear without bias, .* target.teacher=logits"):
         load_target_head(tmp_path)
     actual = load_target_head(tmp_path, required=False)
-    assert actual.head is None and torch.equal(actual.embedding, expected.embedding) and actual.vocab_size == 128
-
-
-@pytest.mark.parametrize("kind", quantisations())
-def test_a_quantised_embedding_is_refused(kind, tmp_path):
-    save("llama", tmp_path)
-    stored = {f"model.embed_tokens.{name}": each for name, each in quantisations()[kind].items()}
-    rewrite(tmp_path, lambda weights: {name: each for name, each in weights.items() if name != EMBEDDING} | stored)
+    assert actual.head is None and torch.equal(actual.embedding, weights[EMBEDDING]) and actual.vocab_size == 128
+    quantise(EMBEDDING)
     for required in (True, False):
         with pytest.raises(UserError, match="its embedding model.embed_tokens.weight is quantised"):
             load_target_head(tmp_path, required=required)
@@ -263,14 +254,11 @@ def test_a_model_that_brings_its_own_code_is_loaded_by_it(tmp_path, monkeypatch)
         assert torch.equal(target_head.head, plain.lm_head.weight * factor)
 
 
-class Planted:
+class Planted(type(Path())):
     """Makes a file when it is unpickled."""
 
-    def __init__(self, path):
-        self.path = path
-
     def __reduce__(self):
-        return Path.touch, (self.path,)
+        return Path.touch, (Path(self),)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "consolidated.00.pth"])
@@ -278,7 +266,7 @@ def test_a_pickled_checkpoint_is_refused_in_one_line_and_not_opened(tmp_path, na
     save("qwen3", tmp_path)
     torch.save({**load_file(tmp_path / "model.safetensors"), "x": Planted(tmp_path / "ran")}, tmp_path / name)
     (tmp_path / "model.safetensors").unlink()
-    for load in (load_target_head, lambda folder: load_causal_lm(str(folder), None, False, "float32")):
+    for load in (load_target_head, whole_model):
         with pytest.raises(UserError, match=f"its weights are pickled \\('{name}'\\).*convert them to safetensors"):
             load(tmp_path)
     assert not (tmp_path / "ran").exists()
@@ -306,7 +294,7 @@ def test_an_index_that_is_damaged_or_leaves_its_folder_is_refused(tmp_path, inde
     (folder / "model.safetensors").rename(tmp_path / "x.safetensors")  # outside, for an index that leads there
     path = folder / "model.safetensors.index.json"
     path.write_bytes(index if isinstance(index, bytes) else json.dumps(index).encode())
-    for load in (load_target_head, lambda folder: load_causal_lm(str(folder), None, False, "float32")):
+    for load in (load_target_head, whole_model):
         with pytest.raises(UserError) as caught:
             load(folder)
         assert str(caught.value).startswith(f"{path}: ")
@@ -323,7 +311,7 @@ def test_links_of_a_folder_may_lead_anywhere_as_in_the_hubs_cache(tmp_path):
         index = {"metadata": {}, "weight_map": dict.fromkeys(file.keys(), "one.safetensors")}
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_same(load_target_head(tmp_path / "model"), expected)
-    load_causal_lm(str(tmp_path / "model"), None, False, "float32")
+    whole_model(tmp_path / "model")
 
 
 TWO = b'{"model.embed_tokens.weight":{"dtype":"F32","shape":[4,4],"data_offsets":[0,64]}%s}'
@@ -349,7 +337,7 @@ TWO = b'{"model.embed_tokens.weight":{"dtype":"F32","shape":[4,4],"data_offsets"
 def test_a_damaged_safetensors_file_is_refused_in_one_line(tmp_path, content):
     save("qwen3", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(content)
-    for load in (load_target_head, lambda folder: load_causal_lm(str(folder), None, False, "float32")):
+    for load in (load_target_head, whole_model):
         with pytest.raises(UserError) as caught:
             load(tmp_path)
         assert str(caught.value).startswith(f"target '{tmp_path}': its ") and len(str(caught.value)) < 500
