@@ -6,6 +6,7 @@ tree (`token_tree`). Everything else of SGLang is its own code. A name that is m
 called.
 """
 
+# ruff: noqa: F401
 from sgl_kernel import linear_attention
 from sgl_kernel.attention import build_draft_decode_metadata_cpu, decode_attention_cpu, extend_attention_cpu
 from sgl_kernel.cache_slots import (
@@ -17,19 +18,3 @@ from sgl_kernel.cache_slots import (
     fill_bonus_tokens_cpu,
 )
 from sgl_kernel.token_tree import build_tree_kernel_efficient_cpu, rotate_input_ids_cpu, verify_tree_greedy_cpu
-
-__all__ = [
-    "assign_draft_cache_locs_contiguous_cpu",
-    "assign_extend_cache_locs_cpu",
-    "assign_req_to_token_pool_cpu",
-    "build_draft_decode_metadata_cpu",
-    "build_tree_kernel_efficient_cpu",
-    "copy_all_layer_kv_cache_cpu",
-    "decode_attention_cpu",
-    "extend_attention_cpu",
-    "fill_accept_out_cache_loc_cpu",
-    "fill_bonus_tokens_cpu",
-    "linear_attention",
-    "rotate_input_ids_cpu",
-    "verify_tree_greedy_cpu",
-]
