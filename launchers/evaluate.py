@@ -50,7 +50,7 @@ def main() -> int:
         warn_of_another_window(recipe, draft, console)
     with waiting(console, "loading PyTorch and transformers"), slow_imports(options.quiet):
         from eagle3.draft.interchange import read_exported
-        from eagle3.jobs.evaluate import ByContext, decoding_of, judge, judge_contexts, judgement_record, texts_of
+        from eagle3.jobs.evaluate import decoding_of, judge, judge_contexts, judgement_record, texts_of
         from eagle3.jobs.job import find_target, gather_inputs
         from eagle3.parallel.topology import start_distributed, stop_distributed
 
@@ -61,8 +61,8 @@ def main() -> int:
     seed = recipe.training.seed % MOST_SEED if options.seed is None else options.seed
     decoding = replace(decoding_of(recipe), temperature=options.temperature, seed=seed, window=options.window)
     if options.by_context:
-        asked = ByContext(options.contexts, options.per_context, options.windows, options.best, options.gpu)
-        result = judge_contexts(inputs, draft, asked, topology, console, files, decoding, tree)
+        asked = {name: getattr(options, name) for name in OF_CONTEXTS}
+        result = judge_contexts(inputs, draft, topology, console, files, decoding, tree, **asked)
         kind, lines = "by_context", result.lines()
     else:
         result = judge(inputs, None, draft, topology, console, files, decoding, tree)

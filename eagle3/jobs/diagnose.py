@@ -76,7 +76,7 @@ def diagnose_draft(
     """Diagnose the draft in a folder. Raises UserError for anything that the user can fix.
 
     prompts, others: int64 [P] each; the others are the same in the other form
-    gpu: as in ByContext
+    gpu: as for judge_contexts
     """
     exported, config = read_exported(folder), known.config
     if len(prompts) < 2:

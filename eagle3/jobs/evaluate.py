@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -108,32 +108,31 @@ def judge(
     return judgement
 
 
-class ByContext(NamedTuple):
-    """What to judge by context length."""
-
-    contexts: Sequence[int] | None  # lengths in tokens, ascending; None for 512, 1024, ... as far as texts reach
-    per_context: int  # the most prompts of each length
-    windows: Sequence[int] = ()  # numbers of keys, to judge the draft with as well
-    best: bool = False  # whether to decode once more, with the best number of draft tokens at each context
-    gpu: str = DEFAULT_GPU  # a name in planning/gpus.py, for the estimate of what the draft is worth
-
-
 def judge_contexts(
     inputs: Inputs,
     exported: Path,
-    asked: ByContext,
     topology: Topology,
     console: Console,
     files: Mapping[str, Path] | None = None,
     decoding: Decoding | None = None,
     tree: DraftTree | None = None,
+    *,
+    contexts: Sequence[int] | None,
+    per_context: int,
+    windows: Sequence[int] = (),
+    best: bool = False,
+    gpu: str = DEFAULT_GPU,
 ) -> ContextJudgement:
-    """Like `judge`, but by context length, and without printing the result. A held-out
-    sample is cut where an answer continues, and the prompts of all sets are taken as they are (see prompts_by_context).
+    """Like `judge`, but by context length, and without printing the result. A held-out sample is cut where an answer
+    continues, and the prompts of all sets are taken as they are (see prompts_by_context).
 
-    tree: None to decode with transformers; otherwise SGLang decodes greedily, as in `judge`, and `asked.best` is False
+    tree: None to decode with transformers; otherwise SGLang decodes greedily, as in `judge`, and `best` is False
+    contexts: lengths in tokens, ascending; None for 512, 1024, ... as far as texts reach
+    per_context: the most prompts of each length
+    windows: numbers of keys, to judge the draft with as well
+    best: whether to decode once more, with the best number of draft tokens at each context
+    gpu: a name in planning/gpus.py, for the estimate of what the draft is worth
     """
-    contexts, per_context, windows, best, gpu = asked
     decoding, most = decoding or decoding_of(inputs.known.recipe), inputs.known.config.max_position_embeddings
     if contexts is not None and contexts[-1] > most:
         raise UserError(f"--contexts: {contexts[-1]} is beyond the target's context of {most}; name smaller ones")

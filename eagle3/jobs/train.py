@@ -98,29 +98,26 @@ def train(
             "shorter data.max_length",
         ) as watchdog,
     ):
-        return _train(recipe, _Run(deepspeed_file, topology, folder, console, watchdog), resume, stop, finish)
-
-
-def _train(recipe: Recipe, run: _Run, resume: Resume, stop: StopSignals, finish: Finish) -> bool:
-    gate = Gate(recipe, run.console.warn, training=True)
-    gate.know()
-    require_servers_named(recipe)
-    engine_config = deepspeed_config(run.deepspeed_file, recipe.training, run.topology.data.size())
-    _enter(recipe, run, resume)
-    job = _resolve(gate, run)
-    choice = _choose_kernels(job, run)
-    with hidden_state_supply(job, run.topology, run.console) as supply:
-        memory_before = memory_gib(run.topology.device)
-        draft = _build_draft(job, supply.head, run.topology)
-        trainer = _trainer(job, run, supply, draft, engine_config, choice)
-        run.on_first(lambda: _begin(job, run, trainer, memory_before))
-        with run.watchdog.watching():
-            trainer.run(run.continues, stop)
-        _export(job, run, trainer.load_best(), draft)
-    run.console.result(f"exported draft: {run.folder.export}")
-    # The other ranks wait, because a Slurm job ends soon after any rank exits. They raise whatever the first rank
-    # raises.
-    return run.on_first(lambda: _judge(job, run, supply.target, finish)) is not False
+        run = _Run(deepspeed_file, topology, folder, console, watchdog)
+        gate = Gate(recipe, console.warn, training=True)
+        gate.know()
+        require_servers_named(recipe)
+        engine_config = deepspeed_config(deepspeed_file, recipe.training, topology.data.size())
+        _enter(recipe, run, resume)
+        job = _resolve(gate, run)
+        choice = _choose_kernels(job, run)
+        with hidden_state_supply(job, topology, console) as supply:
+            memory_before = memory_gib(topology.device)
+            draft = _build_draft(job, supply.head, topology)
+            trainer = _trainer(job, run, supply, draft, engine_config, choice)
+            run.on_first(lambda: _begin(job, run, trainer, memory_before))
+            with watchdog.watching():
+                trainer.run(run.continues, stop)
+            _export(job, run, trainer.load_best(), draft)
+        console.result(f"exported draft: {folder.export}")
+        # The other ranks wait, because a Slurm job ends soon after any rank exits. They raise whatever the first rank
+        # raises.
+        return run.on_first(lambda: _judge(job, run, supply.target, finish)) is not False
 
 
 def _enter(recipe: Recipe, run: _Run, resume: Resume) -> None:

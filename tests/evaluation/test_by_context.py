@@ -4,6 +4,7 @@ launcher from end to end."""
 import json
 import re
 from dataclasses import astuple, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -22,7 +23,7 @@ from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.intervals import ratio_intervals
 from eagle3.evaluation.prompts import prompts_by_context
 from eagle3.evaluation.results import Conditions, as_json
-from eagle3.jobs.evaluate import ByContext, best_rates, decoding_of, judge, judge_contexts, prompts_to_judge
+from eagle3.jobs.evaluate import best_rates, decoding_of, judge, judge_contexts, prompts_to_judge
 from eagle3.planning.costs import Timing
 from eagle3.planning.payoff import Cell, PayOff
 from eagle3.preflight.inputs import require_result_place
@@ -253,10 +254,11 @@ def test_sets_judged_together_have_the_figures_that_they_have_alone(run, inputs,
 
 
 def test_contexts_are_judged_on_the_prompts_of_all_sets(run, inputs, topology, tmp_path):
-    files, asked = write_sets(tmp_path), ByContext([16, 32, 64], 8)
+    files = write_sets(tmp_path)
     prompts, sizes = prompts_to_judge(inputs, files, 4)
     assert sizes == {"riddles": 3, "sums": 1}
-    judgement = judge_contexts(inputs, run.parent / "run" / "export", asked, topology, QUIET, files)
+    asked = {"contexts": [16, 32, 64], "per_context": 8}
+    judgement = judge_contexts(inputs, run.parent / "run" / "export", topology, QUIET, files, **asked)
     counts = {each.context: each.conversations for each in judgement.contexts}
     assert sum(counts.values()) == 4
     for context, count in counts.items():
@@ -297,13 +299,11 @@ def test_a_quiet_judge_says_the_result_alone_and_leaves_examples(run):
 def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, inputs, topology):
     decoding = replace(decoding_of(inputs.known.recipe), temperature=0.8, seed=3)
 
-    def judged(asked: ByContext) -> ContextJudgement:
-        return judge_contexts(inputs, run.parent / "run" / "export", asked, topology, QUIET, decoding=decoding)
-
-    judgement = judged(ByContext([32, 64], 2))
+    judged = partial(judge_contexts, inputs, run.parent / "run" / "export", topology, QUIET, decoding=decoding)
+    judgement = judged(contexts=[32, 64], per_context=2)
     assert [each.conversations for each in judgement.contexts] == [2, 2] and judgement.lossless is None
     assert judgement.lines()[0] == "acceptance length by context (at temperature 0.8, 12 new tokens)"
-    again = judged(ByContext([32, 64], 2, windows=[8], best=True))
+    again = judged(contexts=[32, 64], per_context=2, windows=[8], best=True)
     (windowed,) = again.other_windows
     assert replace(again, other_windows=[]) == replace(judgement, other_windows=[])
     assert (windowed.window, windowed.trained_window) == (8, None)
@@ -312,7 +312,7 @@ def test_contexts_are_judged_by_samples_too_and_not_beyond_the_targets(run, inpu
         (each.context, 0, 1 / each.timing.plain) for each in again.contexts
     ], "the draft has learnt nothing, so none of it is best"
     with pytest.raises(UserError, match="--contexts: 512 is beyond the target's context of 256; name smaller ones"):
-        judged(ByContext([64, 512], 2))
+        judged(contexts=[64, 512], per_context=2)
 
 
 def judged_by_hand(context: int, drafts: int, per_round: int, seconds: float) -> ContextJudgement:

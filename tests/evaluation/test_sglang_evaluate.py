@@ -17,7 +17,7 @@ from eagle3.console import Console
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.results import as_json
 from eagle3.evaluation.speculative import plain_decoding
-from eagle3.jobs.evaluate import ByContext, judge_contexts
+from eagle3.jobs.evaluate import judge_contexts
 from eagle3.recipe.loading import load_recipe
 from eagle3.targets.checkpoint import load_tokenizer
 from eagle3.targets.transformers import load_target
@@ -112,8 +112,8 @@ def test_both_engines_give_the_same_by_context(case, topology):
     output = case.evaluate("--by-context", "--contexts", "4,8,16")
     served = without_times(json.loads((case.folder / "by_context.json").read_text()))
     quiet = Console(speaks=False)
-    inputs, asked = inputs_of(load_recipe(case.recipe), topology.device, quiet), ByContext([4, 8, 16], 8)
-    own = judge_contexts(inputs, case.folder / "export", asked, topology, quiet, case.files)
+    inputs, asked = inputs_of(load_recipe(case.recipe), topology.device, quiet), {"contexts": [4, 8, 16]}
+    own = judge_contexts(inputs, case.folder / "export", topology, quiet, case.files, **asked, per_context=8)
     own_result = without_times(as_json(own))
     assert (served["engine"], served["engine_version"]) == ("sglang", "0.5.23")
     what_was_judged = {"draft", "draft_digest", "target", "target_digest", "texts"}
