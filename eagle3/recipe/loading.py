@@ -10,9 +10,8 @@ from pydantic import BaseModel, ValidationError
 
 from eagle3.errors import SharedUserError, shown
 from eagle3.parsing import parse_yaml
-from eagle3.recipe.data import FORMS, Source
+from eagle3.recipe.data import FORMS, Section, Source
 from eagle3.recipe.schema import Recipe
-from eagle3.recipe.section import Section
 
 LARGEST = 1 << 18  # most bytes in a recipe file; the YAML parser takes about ten seconds for them
 NAME = "name a YAML file with --recipe"  # remedy in error messages

@@ -10,8 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from eagle3.draft.config import MOST_AUX_LAYERS
 from eagle3.draft.rope_parameters import check_rope_keys
-from eagle3.recipe.data import Data
-from eagle3.recipe.section import Count, Fraction, LocalPath, LocalText, Named, Positive, Precision, Section
+from eagle3.recipe.data import Count, Data, Fraction, LocalPath, LocalText, Named, Positive, Precision, Section
 
 MOST_KEYS = 10**9  # upper limit of a window: longer than any context
 

@@ -10,9 +10,9 @@ from places import RECIPES
 
 from eagle3.errors import UserError
 from eagle3.preflight.inputs import OUTPUTS, files_of
+from eagle3.recipe.data import Named, Section
 from eagle3.recipe.loading import dump_recipe, leaves, load_recipe
 from eagle3.recipe.schema import Recipe
-from eagle3.recipe.section import Named, Section
 
 SMALLEST = {"model": {"target": "some/model"}, "data": {"train": ["chats.jsonl"]}, "output": {"dir": "runs/one"}}
 
