@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from eagle3.demo.target import byte_level_tokenizer
-from eagle3.demo.training import Muon, batches, train_language_model
+from eagle3.demo.target import Muon, batches, byte_level_tokenizer, train_language_model
 from eagle3.durable import write_text
 from eagle3.errors import run_command
 from eagle3.recipe.schema import Demo

@@ -99,13 +99,14 @@ class _Rank:
         """The phases of a step that may be the peak."""
         base, steps = self.persistent(), range(self.planned.steps)
         if self.recompute == "none":
-            base += self.entry_activations()
-            phases = (phase(step) for step in steps for phase in (self.plainly, self.attending))
-            return [base + self.distilling(), *(base + phase for phase in phases)]
-        backward = (self.finishing, self.attending, self.projecting)
+            parts = (
+                self.distilling(),
+                *(phase(step) for step in steps for phase in (self.plainly, self.attending)),
+            )
+            return [base + self.entry_activations() + part for part in parts]
         parts = (
             self.distilling(),
-            *(phase(step) for step in steps for phase in backward),
+            *(phase(step) for step in steps for phase in (self.finishing, self.attending, self.projecting)),
             self.homing(),
             self.entering(),
         )
@@ -215,9 +216,12 @@ class _Rank:
         return self.hidden + (self.mlp if self.recompute == "none" else 0) + (self.attended if attended else 0)
 
     def finishing(self, step: int) -> Bytes:
-        states = self.hidden + self.attention + self.rebuilt
-        chunks = self.parts(self.share.queries)
-        return self.backward(step, self.weights.finish) + Counter({"queries": states, "chunks": chunks})
+        return self.backward(step, self.weights.finish) + Counter(
+            {
+                "queries": self.hidden + self.attention + self.rebuilt,
+                "chunks": self.parts(self.share.queries),
+            }
+        )
 
     def attending(self, step: int) -> Bytes:
         """Memory during attention, when the gradient of the queries is complete."""
@@ -251,10 +255,12 @@ class _Rank:
         )
 
     def projecting(self, step: int) -> Bytes:
-        states = 2 * self.hidden + self.attention + step * self.own - self.freed(attended=True)
-        chunks = self.parts(self.share.queries, wide=False)
         return self.backward(step, self.weights.project + self.weights.finish) + Counter(
-            {"queries": states, "keys": self.key_gradient, "chunks": chunks}
+            {
+                "queries": 2 * self.hidden + self.attention + step * self.own - self.freed(attended=True),
+                "keys": self.key_gradient,
+                "chunks": self.parts(self.share.queries, wide=False),
+            }
         )
 
     def homing(self) -> Bytes:
@@ -265,9 +271,12 @@ class _Rank:
 
     def entering(self) -> Bytes:
         """Memory at the very end: chunks of the work that produced K_0, V_0 and the queries' first states."""
-        chunks, gradients = self.parts(self.share.rows, wide=False), self.weights.entry * (self.size + self.exact)
         return self.homing() + Counter(
-            {"keys": self.home - self.key_gradient, "chunks": chunks, "gradients": gradients}
+            {
+                "keys": self.home - self.key_gradient,
+                "chunks": self.parts(self.share.rows, wide=False),
+                "gradients": self.weights.entry * (self.size + self.exact),
+            }
         )
 
     def entry_activations(self) -> Bytes:

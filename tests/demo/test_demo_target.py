@@ -9,8 +9,17 @@ from places import RECIPES
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from eagle3.console import Warned
-from eagle3.demo.target import ANSWERS, HELD_OUT_ANSWERS, RECORD, byte_level_tokenizer, demo_target
-from eagle3.demo.training import Muon, batches, rate, train_language_model
+from eagle3.demo.target import (
+    ANSWERS,
+    HELD_OUT_ANSWERS,
+    RECORD,
+    Muon,
+    batches,
+    byte_level_tokenizer,
+    demo_target,
+    rate,
+    train_language_model,
+)
 from eagle3.errors import UserError
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Demo
@@ -126,7 +135,7 @@ def test_a_run_stopped_half_way_goes_on_where_it_was_to_the_same_target(tmp_path
     again."""
     for name in ("QUIET_SECONDS", "FIRST_GAP", "LAST_GAP"):
         monkeypatch.setattr(f"eagle3.console.{name}", 0.0)
-    monkeypatch.setattr("eagle3.demo.training.SAVE_SECONDS", 0.0)
+    monkeypatch.setattr("eagle3.demo.target.SAVE_SECONDS", 0.0)
     monkeypatch.setattr("eagle3.demo.target.BATCH", 2)
 
     def stop_at(text):
