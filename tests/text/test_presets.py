@@ -91,24 +91,17 @@ def publish(hub: LocalHub) -> dict[str, list[list[dict]]]:
         parquet(folder / "data" / f"{name}-00000-of-00001-abc.parquet", [row])
     folder = hub.folder("mlabonne/open-perfectblend")
     readme(folder, {"train": "data/train-*"})
-    rows = [
-        {"conversations": sharegpt("1 + 1?", "2"), "source": "x"},
-        {"conversations": sharegpt("2?", None), "source": "x"},
-    ]
+    rows = [{"conversations": sharegpt(*talk), "source": "x"} for talk in (("1 + 1?", "2"), ("2?", None))]
     parquet(folder / "data/train-00000-of-00002.parquet", rows)
     parquet(folder / "data/train-00001-of-00002.parquet", [{"conversations": sharegpt("3?", "4"), "source": "y"}])
     folder = hub.folder("Magpie-Align/Magpie-Qwen2.5-Pro-1M-v0.1")
     parquet(folder / "data/train-00000-of-00001.parquet", [{"uuid": "u", "conversations": sharegpt("Why?", "So.")}])
     folder = hub.folder("nvidia/OpenCodeInstruct")
     readme(folder, {"train": "data/train-*"}, config="train")
-    rows = [
-        {"id": "1", "input": "Sort.", "output": "sorted(x)", "domain": "generic"},
-        {"id": "2", "input": "", "output": "x"},
-    ]
-    parquet(folder / "data/train-00000-of-00001.parquet", rows)
+    row = {"id": "1", "input": "Sort.", "output": "sorted(x)", "domain": "generic"}
+    parquet(folder / "data/train-00000-of-00001.parquet", [row, {"id": "2", "input": "", "output": "x"}])
     folder = hub.folder("ise-uiuc/Magicoder-Evol-Instruct-110K")
-    row = {"instruction": "Reverse it.", "response": "x[::-1]"}
-    jsonl(folder / "data-evol_instruct-decontaminated.jsonl", row)
+    jsonl(folder / "data-evol_instruct-decontaminated.jsonl", {"instruction": "Reverse it.", "response": "x[::-1]"})
     for name in ("LongAlign-10k", "LongWriter-6k"):
         jsonl(hub.folder(f"THUDM/{name}") / "long.jsonl", {"messages": turns(name, "Read."), "length": 9})
     folder = hub.folder("Yukang/LongAlpaca-12k")
@@ -233,30 +226,17 @@ def flip(rows: Path) -> None:
     rows.write_bytes(content)
 
 
-DAMAGES = {
-    "a flipped bit": flip,
-    "a row less": lambda rows: rows.write_text("".join(rows.read_text().splitlines(True)[:2])),
-    "another set": lambda rows: shutil.copytree(
-        next(rows.parent.parent.glob("ann-other-*")), rows.parent, dirs_exist_ok=True
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_copy_that_is_not_as_it_was_written_is_downloaded_again_with_a_warning(hub, kept, tmp_path, damage):
-    for name in ("damaged", "other"):
-        jsonl(hub.folder(f"ann/{name}") / "train.jsonl", *({"text": f"row {number} of {name}"} for number in range(9)))
+def test_a_copy_that_is_not_as_it_was_written_is_downloaded_again_with_a_warning(hub, kept, tmp_path):
+    jsonl(hub.folder("ann/damaged") / "train.jsonl", *({"text": f"row {number}"} for number in range(9)))
     first = kept("ann/damaged", limit=4)
-    kept("ann/other", limit=4)
     [copy] = tmp_path.glob("ann-damaged-*/rows.jsonl")
     whole = copy.read_bytes()
-    DAMAGES[damage](copy)
-    assert copy.read_bytes() != whole
+    flip(copy)
     again = kept("ann/damaged", limit=4)
     assert again["rows"] == first["rows"] and f"{copy.parent} is damaged" in again["told"][0]
     assert copy.read_bytes() == whole
     shutil.rmtree(hub.folder("ann/damaged"))
-    DAMAGES[damage](copy)
+    flip(copy)
     assert "cannot be read" in kept("ann/damaged", limit=4)["error"]
 
 
@@ -278,15 +258,10 @@ def test_a_network_that_fails_is_tried_again_and_then_named_in_one_line(hub, ask
 
 def test_reading_tells_how_far_it_is(hub, ask):
     (hub.folder("ann/slow") / "train.jsonl").write_text('{"text": "x"}\n' * 3)
-    messages = [line for line in ask("ann/slow")["told"] if line.startswith("reading ann/slow")]
-    assert [line.split(", ")[0] for line in messages] == [
-        f"reading ann/slow: {number} conversations" for number in (1, 2, 3, 3)
-    ]
-    assert messages[-1].endswith(" in all")
-    messages = [line for line in ask("ann/slow", limit=2)["told"] if line.startswith("reading ann/slow")]
-    assert [line.split(", ")[0] for line in messages] == [
-        f"reading ann/slow: {number}/2 conversations" for number in (1, 2)
-    ]
+    for limit, counts in (None, ["1", "2", "3", "3"]), (2, ["1/2", "2/2"]):
+        messages = [line for line in ask("ann/slow", limit=limit)["told"] if line.startswith("reading ann/slow")]
+        assert [line.split(", ")[0] for line in messages] == [f"reading ann/slow: {n} conversations" for n in counts]
+        assert messages[-1].endswith(" in all")
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,8 @@ def _code(talk):
     return [block.split("```python\n")[1].removesuffix("\n```") for block in blocks]
 
 
-def test_a_second_call_gives_the_same_conversations(conversations):
+def test_there_is_enough_text_to_train_on_and_a_second_call_gives_the_same(conversations):
     assert SOURCES["standard_library"]() == conversations
-
-
-def test_there_is_enough_text_to_train_on(conversations):
     assert sum(len(turn["content"]) for talk in conversations for turn in talk["messages"]) > 2_000_000
     assert sum(len(talk["messages"]) == 4 for talk in conversations) > 500
 

@@ -42,9 +42,7 @@ def test_choice_and_coverage_agree_with_counting_token_by_token():
 
 def test_ids_beyond_the_target_vocabulary_are_refused():
     samples = samples_of(([1, 2, 3], [1, 1, 1]))
-    with pytest.raises(
-        UserError, match="token id 3 is beyond the target's vocabulary of 3, .* copy the tokenizer and config.json"
-    ):
+    with pytest.raises(UserError, match="token id 3 is beyond the target's vocabulary of 3, .* copy the tokenizer and"):
         choose_vocabulary(samples, 3, 2)
     assert choose_vocabulary(samples, 4, 4)[0].d2t.tolist() == [0, 0, 0, 0]
 
@@ -69,13 +67,8 @@ def test_a_saved_vocabulary_loads_as_it_was_and_is_as_readable_as_the_umask_says
 @pytest.mark.parametrize(
     ("d2t", "marked", "target_size"),
     [
-        ([0, 1, 1], [0, 2, 3], 6),
-        ([0, -1, 1], [0, 3], 5),
-        ([0, 1, 7], [0, 2], 5),
-        ([-1, 0, 0], [1, 2], 5),
-        ([0, 1, 1], [0, 2], 5),
-        ([0, 1, 1], [0, 1, 3], 5),
-        ([], [], 5),
+        *(([0, 1, 1], [0, 2, 3], 6), ([0, -1, 1], [0, 3], 5), ([0, 1, 7], [0, 2], 5), ([-1, 0, 0], [1, 2], 5)),
+        *(([0, 1, 1], [0, 2], 5), ([0, 1, 1], [0, 1, 3], 5), ([], [], 5)),
     ],
 )
 def test_a_vocabulary_that_does_not_fit_is_refused(tmp_path, d2t, marked, target_size):
@@ -96,12 +89,9 @@ def test_a_vocabulary_of_another_trainer_may_have_one_table_or_ids(tmp_path, voc
 
 
 def test_a_file_without_a_vocabulary_is_refused(tmp_path):
-    path = tmp_path / "v.safetensors"
-    with pytest.raises(UserError, match="not a readable safetensors file"):
-        load_vocabulary(path, 5)
-    path.write_bytes(b"no safetensors")
-    with pytest.raises(UserError, match="not a readable safetensors file"):
-        load_vocabulary(path, 5)
-    save_file({"weight": torch.zeros(2)}, path)
-    with pytest.raises(UserError, match="holds weight, not d2t and t2d"):
-        load_vocabulary(path, 5)
+    (tmp_path / "text").write_bytes(b"no safetensors")
+    save_file({"weight": torch.zeros(2)}, tmp_path / "other")
+    unreadable = "not a readable safetensors file"
+    for name, reason in ("absent", unreadable), ("text", unreadable), ("other", "holds weight, not d2t and t2d"):
+        with pytest.raises(UserError, match=reason):
+            load_vocabulary(tmp_path / name, 5)
