@@ -158,6 +158,7 @@ def test_white_space_around_an_answer_is_kept_or_trimmed_with_the_template(spans
 
 
 SHOWN = "<think>\nItaly\n</think>\n\nRome.<|im_end|>"  # the thought
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>Italy<|end|>", "<|channel|>final<|message|>"
 INLINE = ("a", "<think>\nFrance\n</think>\n\nParis.")
 
 
@@ -170,7 +171,7 @@ INLINE = ("a", "<think>\nFrance\n</think>\n\nParis.")
         (
             "channels",
             (("u", "x"), THOUGHT),
-            ["<|channel|>analysis<|message|>Italy<|end|><|start|>assistant<|channel|>final<|message|>Rome.<|return|>"],
+            [f"{ANALYSIS}<|start|>assistant{FINAL}Rome.<|return|>"],
         ),
     ],
 )
@@ -185,35 +186,24 @@ def test_a_generation_prompt_that_opens_thinking_is_not_supervised(spans):
     assert spans(QUESTIONS, opened) == ["Paris.<|im_end|>", "\n</think>\n\nRome.<|im_end|>"]
 
 
+FINAL, COMMENTARY = (
+    "<|channel|>final<|message|>",
+    ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>',
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "end", "expected"),
     [
-        ("chatml", [f"<tool_call>\n{CALL_TEXT}\n</tool_call><|im_end|>", "one<|im_end|>", "Bye<|im_end|>"]),
-        (
-            "thinking",
-            [
-                f"\n<tool_call>\n{CALL_TEXT}\n</tool_call><|im_end|>",
-                "one<|im_end|>",
-                "<think>\n\n</think>\n\nBye<|im_end|>",
-            ],
-        ),
-        (
-            "opened_thinking",
-            [f"<|tool_call|>{CALL_TEXT}<|end_of_sentence|>", "one<|end_of_sentence|>", "Bye<|end_of_sentence|>"],
-        ),
-        ("llama3", [f"{CALL_TEXT}<|eot_id|>", "one<|eot_id|>", "Bye<|eot_id|>"]),
-        (
-            "channels",
-            [
-                ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>',
-                "<|channel|>final<|message|>one",
-                "<|channel|>final<|message|>Bye<|return|>",
-            ],
-        ),
+        ("chatml", "<|im_end|>", [f"<tool_call>\n{CALL_TEXT}\n</tool_call>", "one", "Bye"]),
+        ("thinking", "<|im_end|>", [f"\n<tool_call>\n{CALL_TEXT}\n</tool_call>", "one", "<think>\n\n</think>\n\nBye"]),
+        ("opened_thinking", "<|end_of_sentence|>", [f"<|tool_call|>{CALL_TEXT}", "one", "Bye"]),
+        ("llama3", "<|eot_id|>", [CALL_TEXT, "one", "Bye"]),
+        ("channels", "", [COMMENTARY, f"{FINAL}one", f"{FINAL}Bye<|return|>"]),
     ],
 )
-def test_tool_calls_are_supervised_and_tool_results_are_not(spans, name, expected):
-    assert spans(RENDERED_TALKS["tools"], template(name)) == expected
+def test_tool_calls_are_supervised_and_tool_results_are_not(spans, name, end, expected):
+    assert spans(RENDERED_TALKS["tools"], template(name)) == [span + end for span in expected]
 
 
 WITH_CALLS = """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}{%- if m.tool_calls -%}
@@ -223,19 +213,18 @@ WITH_CALLS = """{%- for m in messages -%}{{ '<|im_start|>' + m.role + '\n' }}{%-
 
 
 @pytest.mark.parametrize(
-    "jinja",
+    ("condition", "filters"),
     [
-        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments | tojson"),
-        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments"),  # as text: an object cannot be joined to it
-        WITH_CALLS.replace("ARGUMENTS", "call.function.arguments | string"),  # an object would be Python's, not JSON
-        WITH_CALLS.replace("if m.tool_calls", "if m.tool_calls and m.content is none").replace(
-            "ARGUMENTS", "call.function.arguments"
-        ),
+        ("", " | tojson"),
+        ("", ""),  # as text: an object cannot be joined to it
+        ("", " | string"),  # an object would be Python's, not JSON
+        (" and m.content is none", ""),
     ],
 )
-def test_a_template_gets_calls_in_the_form_that_it_shows(spans, jinja):
-    turns = (("u", "1?"), CALL, ("t", "one"), ("a", "one"))
-    assert spans(turns, jinja) == ['<tool_call>{"a": 1}</tool_call><|im_end|>', "one<|im_end|>"]
+def test_a_template_gets_calls_in_the_form_that_it_shows(spans, condition, filters):
+    jinja = WITH_CALLS.replace("if m.tool_calls", f"if m.tool_calls{condition}")
+    jinja = jinja.replace("ARGUMENTS", f"call.function.arguments{filters}")
+    assert spans(RENDERED_TALKS["tools"][:4], jinja) == ['<tool_call>{"a": 1}</tool_call><|im_end|>', "one<|im_end|>"]
 
 
 def test_a_call_that_the_template_leaves_out_is_refused(spans):
@@ -247,12 +236,8 @@ def test_a_call_that_the_template_leaves_out_is_refused(spans):
 
 
 def test_generation_blocks_inside_a_macro_are_found_where_transformers_misplaces_them(tokenizer):
-    encoding = tokenizer.apply_chat_template(
-        list(chat(*QUESTIONS).messages),
-        chat_template=template("marked"),
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
+    options = {"return_dict": True, "return_assistant_tokens_mask": True, "chat_template": template("marked")}
+    encoding = tokenizer.apply_chat_template(list(chat(*QUESTIONS).messages), **options)
     theirs = Encoded(np.array(encoding["input_ids"]), np.array(encoding["assistant_masks"], bool), "")
     ours = encode_conversation(tokenizer, chat(*QUESTIONS), template("marked"))
     assert ours.ids.tolist() == encoding["input_ids"]
@@ -304,9 +289,8 @@ def test_tokens_with_metaspaces_byte_fallback_and_greedy_special_tokens_are_mask
     """A tokenizer like Llama 2's: `▁` for spaces, bytes for unknown characters, a special token that swallows white
     space."""
     letters = sorted(set("▁ParisRomequthCplnceofFrAdIty?.<>SYINT[]/x"))
-    vocab = {
-        token: index for index, token in enumerate(["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters])
-    }
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    vocab = {token: index for index, token in enumerate(tokens)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -429,10 +413,8 @@ NOT_FROM_TEXT = {
     ("llama2", None): "generation prompt holds no added token",
     ("open_turns", None): "ends turns with no added token",
     # The last turn has a different closer, so earlier turns, and channels before the answer, look unclosed.
-    **{
-        ("channels", talk): "without its"
-        for talk in ("two turns", "system", "tools", "thoughts", "white space", "question last")
-    },
+    **{("channels", talk): "without its" for talk in ("two turns", "system", "tools", "thoughts", "white space")},
+    ("channels", "question last"): "without its",
     # The answer to a tool's result has no header there, so it is no turn.
     ("opened_thinking", "tools"): "",
     ("gemma", "system"): "refuses",
@@ -489,8 +471,7 @@ def test_special_tokens_in_a_rendered_text_are_special_tokens_and_an_unclosed_tu
     encoded = as_rendered(tokenizer, f"{question}{header}Yes<|im_end|>\n{header}No<|im_end|>\n", chatml)
     assert supervised(encoded, tokenizer) == ["Yes<|im_end|>", "No<|im_end|>"]
     assert np.isin(encoded.ids, tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])).sum() == 6
-    turns = f"{question}{header}Yes<|im_end|>\n{header}No<|im_end|>"
-    last = as_rendered(tokenizer, turns, chatml, supervise="last_turn")
+    last = as_rendered(tokenizer, encoded.text.rstrip(), chatml, supervise="last_turn")
     assert supervised(last, tokenizer) == ["No<|im_end|>"]
     for text in (f"{question}{header}Yes", f"{question}{header}Yes\n{question}{header}No<|im_end|>\n"):
         with pytest.raises(Unusable, match="an assistant turn without its <|im_end|>".replace("|", r"\|")):
@@ -506,13 +487,8 @@ def test_prompts_of_a_file_are_what_samples_hold_before_the_answer(tokenizer, tm
     turns = chat(("u", "1?"), CALL, ("t", "one"), ("u", "And of Italy?"), THOUGHT)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"messages": turns.messages}) + "\n")
     named = template("thinking").replace("message.reasoning_content", "message.thinking")
-    for jinja, choices in (
-        (
-            SWITCHED.replace("m.content", "(m.content or m.tool_calls[0].function.arguments)"),
-            {"enable_thinking": False},
-        ),
-        (named, {}),
-    ):
+    switched = SWITCHED.replace("m.content", "(m.content or m.tool_calls[0].function.arguments)")
+    for jinja, choices in (switched, {"enable_thinking": False}), (named, {}):
         chosen = Choices(template_variables=choices)
         answer = chat(*turns.messages[:-1], ("a", "<think>\n\n</think>\n\nRome.")) if choices else turns
         encoded = encode_conversation(tokenizer, answer, jinja, chosen)

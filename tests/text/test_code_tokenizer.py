@@ -2,7 +2,6 @@
 and the loss mask is right although the tokenizer does not report where tokens are."""
 
 import json
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,7 @@ def recipe(tmp_path, monkeypatch) -> Path:
     target = make_target(tmp_path / "target")
     for file in target.glob("tokenizer*"):
         file.unlink()
-    (target / "bytes.py").write_text(textwrap.dedent(TOKENIZER))
+    (target / "bytes.py").write_text(TOKENIZER)
     (target / "config_code.py").write_text(CONFIG)
     special = {"special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
     added = {"256": {"content": "<|im_start|>", **special}, "257": {"content": "<|im_end|>", **special}}
@@ -93,19 +92,14 @@ def test_the_tokenizers_code_runs_alone_and_the_mask_is_right(recipe, topology):
 
 def test_without_the_users_word_no_code_runs(recipe, topology):
     torch.set_num_threads(1)
-    with pytest.raises(
-        UserError, match=r"Python code \('bytes.Bytes'\); read it, and set model.trust_remote_code=tokenizer"
-    ):
+    with pytest.raises(UserError, match=r"code \('bytes.Bytes'\); read it, and set model.trust_remote_code=tokenizer"):
         inputs_of(load_recipe(recipe), topology.device)
 
 
 def test_code_is_asked_for_only_where_transformers_cannot_do_without(tmp_path):
-    config = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
-    file = tmp_path / "tokenizer_config.json"
-    file.write_text(json.dumps(config))
-    assert tokenizer_code(str(tmp_path)) == "own.Own"
-    file.write_text(json.dumps(config | {"tokenizer_class": "Qwen2Tokenizer"}))
-    assert tokenizer_code(str(tmp_path)) is None
-    file.write_text(json.dumps(config))
+    config = {"auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    for name, code in ("Qwen2Tokenizer", None), ("Own", "own.Own"):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": name}))
+        assert tokenizer_code(str(tmp_path)) == code
     (tmp_path / "tokenizer.json").write_text("{}")
     assert tokenizer_code(str(tmp_path)) is None

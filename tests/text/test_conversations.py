@@ -149,6 +149,10 @@ def test_the_standard_library_is_a_source():
     assert [len(conversation.messages) >= 2 for conversation in conversations] == [True, True]
 
 
+def answer(**keys: object) -> dict:
+    return {"messages": [{"role": "assistant", **keys}]}
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -157,25 +161,13 @@ def test_the_standard_library_is_a_source():
         ({"conversations": [{"from": 3, "value": "x"}]}, r"conversations\[0\]: unknown role 3"),
         ({"messages": [{"role": "user", "content": 5}]}, "content .* is not text"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content .*image_url.* is not text"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}]},
-            "arguments '{' is not valid JSON",
-        ),
+        (answer(tool_calls=[{"name": "f", "arguments": "{"}]), "arguments '{' is not valid JSON"),
         ({"messages": [], "tools": 5}, "tools is 5, not a list"),
-        (
-            {"messages": [{"role": "assistant", "thinking": {"a": 1}}]},
-            r"messages\[0\]: thinking is {'a': 1}, not a string",
-        ),
-        (
-            {"messages": [{"role": "assistant", "content": "x", "thinking": "a", "reasoning": "b"}]},
-            r"messages\[0\]: reasoning and thinking differ, and only one can be used; fix the row$",
-        ),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "c1"}]}]}, "{'id': 'c1'} names no function"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}]},
-            r"a.jsonl:1: messages\[0\]: tool_calls: .* names no function",
-        ),
-        ({"messages": [{"role": "assistant", "tool_calls": {"a": 1}}]}, "tool_calls is {'a': 1}, not a list"),
+        (answer(thinking={"a": 1}), r"messages\[0\]: thinking is {'a': 1}, not a string"),
+        (answer(thinking="a", reasoning="b"), r"\[0\]: reasoning and thinking differ, .* can be used; fix the row$"),
+        (answer(tool_calls=[{"id": "c1"}]), "{'id': 'c1'} names no function"),
+        (answer(tool_calls=[{"function": {}}]), r"a.jsonl:1: messages\[0\]: tool_calls: .* names no function"),
+        (answer(tool_calls={"a": 1}), "tool_calls is {'a': 1}, not a list"),
     ],
 )
 def test_a_row_of_another_form_is_named_with_its_value(only, row, message):

@@ -124,14 +124,8 @@ def test_rows_of_every_kind_of_file_are_named_by_their_place(tmp_path):
     pq.write_table(pa.table({"text": strings}), tmp_path / "g.parquet")
     account, *lines, _ = lines_of(read_conversations, [str(tmp_path)])
     assert "6 of 14 rows" in account
-    assert [line.removeprefix(f"{tmp_path}/").partition(": ")[0] for line in lines] == [
-        "a.jsonl:4",
-        "b.json row 2",
-        "c.json:3",
-        "d.json:1",
-        "f.parquet row 2",
-        "g.parquet row 2",
-    ]
+    places = ["a.jsonl:4", "b.json row 2", "c.json:3", "d.json:1", "f.parquet row 2", "g.parquet row 2"]
+    assert [line.removeprefix(f"{tmp_path}/").partition(": ")[0] for line in lines] == places
     assert "the row is [1, 2]" in lines[1]
     assert len(read_conversations([str(tmp_path)], malformed=MalformedRows(drop=True))) == 8
 
@@ -143,10 +137,8 @@ def test_rows_that_are_too_large_to_be_read_are_malformed(tmp_path, monkeypatch)
     dropped = MalformedRows(drop=True)
     assert len(read_conversations([str(path)], malformed=dropped)) == 2
     assert dropped.counts == {"a line of 1,000 bytes or more": 2}
-    assert [line.split(": ")[0] for line in lines_of(read_conversations, [str(path)])[1:-1]] == [
-        f"{path}:2",
-        f"{path}:4",
-    ]
+    lines = lines_of(read_conversations, [str(path)])[1:-1]
+    assert [line.split(": ")[0] for line in lines] == [f"{path}:2", f"{path}:4"]
 
 
 def test_a_source_of_another_form_is_given_up_after_ten_rows_and_others_are_still_looked_at(tmp_path):
@@ -165,16 +157,12 @@ def test_a_source_of_another_form_is_given_up_after_ten_rows_and_others_are_stil
         ("a.json", b"[]", "holds no rows"),
         ("a.csv", b"a,b", "holds no .json, .jsonl, .parquet file"),
         ("a.parquet", b"PAR1", "not a readable parquet file"),
-        (
-            "a.json",
-            b'[\n{"text": "x"},\n{"text": }]',
-            "not valid JSON (Expecting value: line 3 column 10 (char 26)), so",
-        ),
+        ("a.json", b'[\n{"text": "x"},\n{"text": }]', "not valid JSON (Expecting value: line 3 column 10"),
         ("a.json", b'[{"text": "\xe9"}, {"text": "b"}]', "not UTF-8 text ('utf-8' codec can't decode byte 0xe9"),
         (
             "a.jsonl",
             b'{"prompt": 1}\n{}\n{"text": 1}',
-            "no row can be read (2: none of the forms that are read, 1: text: ",
+            "no row can be read (2: none of the forms that are read, 1: ",
         ),
         ("a.jsonl", "Grüße".encode("utf-16"), "no row can be read (1: not UTF-8 text)"),
     ],

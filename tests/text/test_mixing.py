@@ -113,11 +113,7 @@ def test_a_recipe_mixes_its_sources_and_says_what_an_epoch_has(tmp_path, target,
     [
         ([{"path": "a.jsonl"}], None, "a.jsonl needs either weight or samples; to take all of it, write the path"),
         ([{"path": "a.jsonl", "weight": 1, "samples": 2}], None, "a.jsonl needs either weight or samples"),
-        (
-            ["b.jsonl", {"path": "a.jsonl", "wieght": 2}],
-            None,
-            "train.1.wieght: .* did you mean data.train.1.weight?",
-        ),
+        (["b.jsonl", {"path": "a.jsonl", "wieght": 2}], None, "train.1.wieght: .* did you mean data.train.1.weight?"),
         ([{"path": "a.jsonl", "weight": 0}], None, "greater than 0"),
         ([{"path": "preset:none", "weight": 1}], None, "preset:none: no such preset"),
         ([{"path": "a.jsonl", "weight": 0.5}], 5, "max_samples counts rows of all sources together"),
