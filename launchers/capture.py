@@ -14,7 +14,7 @@ from eagle3.preflight.inputs import require_inputs, require_servers, require_sto
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.store.files import is_url, open_files
-from eagle3.targets.sglang.installed import require_sglang
+from eagle3.targets.sglang.asking import require_sglang
 from eagle3.training.stopping import RunStopped, StopSignals
 
 if TYPE_CHECKING:

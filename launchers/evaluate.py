@@ -22,7 +22,7 @@ from eagle3.planning.gpus import DEFAULT_GPU, GPUS
 from eagle3.preflight.inputs import prompt_files, require_export, require_inputs, require_result_place, write_result
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import MOST_KEYS, Recipe
-from eagle3.targets.sglang.installed import require_sglang
+from eagle3.targets.sglang.asking import require_sglang
 
 MOST_SEED = 2**63
 # Options that --check needs, and those that only --by-context uses.

@@ -11,7 +11,7 @@ from eagle3.errors import UserError, run_command
 from eagle3.hub import require_folder
 from eagle3.recipe.loading import checked_recipe, load_recipe
 from eagle3.recipe.schema import Recipe
-from eagle3.targets.sglang.installed import INSTALL, TESTED, is_installed
+from eagle3.targets.sglang.asking import INSTALL, TESTED, is_installed
 from eagle3.training.deepspeed_file import ZERO2
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from eagle3.states.rows import Rows
 from eagle3.states.spool import Ticket, wanted_rows
 from eagle3.states.spool_writer import RequestRows, SpoolWriter
 from eagle3.targets.checkpoint import fingerprint
+from eagle3.targets.sglang.asking import TESTED
 from eagle3.targets.sglang.hook import HookSettings
-from eagle3.targets.sglang.installed import TESTED
 from eagle3.targets.sglang.version import HOOK, REQUIRED_SETTINGS
 from eagle3.targets.transformers import load_target
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from eagle3.draft.config import read_draft_config
 from eagle3.draft.interchange import CONFIG
 from eagle3.errors import UserError
-from eagle3.targets.sglang.installed import INSTALL, is_installed, require_supported
+from eagle3.targets.sglang.asking import INSTALL, is_installed, require_supported
 from eagle3.targets.sglang.server import without_launcher
 from eagle3.targets.sglang.version import why_not_served
 

@@ -30,10 +30,9 @@ from eagle3.states.spool import REMEDY, Spool, SpoolReader, Ticket, WantedRows, 
 from eagle3.states.store.shard import Encoding
 from eagle3.targets.checkpoint import indexed_files
 from eagle3.targets.logits import TargetHead, summarize_teacher
-from eagle3.targets.sglang.asking import ServerInfo, reported
+from eagle3.targets.sglang.asking import SUPPORTED, ServerInfo, is_tested, reported
 from eagle3.targets.sglang.client import PROBE_SECONDS, Producer, Servers, require_spool_room
 from eagle3.targets.sglang.hook import HookSettings
-from eagle3.targets.sglang.installed import SUPPORTED, is_tested
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer, as_typed, server_command
 from eagle3.targets.sglang.target import SGLangTarget
 from eagle3.targets.sglang.version import ServerDiffers, capture_flags, require_capture, require_captured
@@ -82,10 +81,13 @@ class SGLangEngine:
                 engine = SGLangServer(*self._own_server(), _devices(target.tensor), self.say)
                 urls = [stack.enter_context(engine).url]
             probe = self._compare(urls, expected, Path(self.job.recipe.hidden_states.path) / PROBE_FILE)
-            servers = Servers(urls, spool.path, target.in_flight, self.say)
-            servers.check = partial(self._require_unchanged, probe)
-            servers.remedy = (
-                f"delete the newer shards in {self.job.recipe.hidden_states.path}, and run capture.py again"
+            servers = Servers(
+                urls,
+                spool.path,
+                target.in_flight,
+                self.say,
+                check=partial(self._require_unchanged, probe),
+                remedy=f"delete the newer shards in {self.job.recipe.hidden_states.path}, and run capture.py again",
             )
             producer = stack.enter_context(closing(Producer(servers, spool, most, readers=0)))
             try:
@@ -117,11 +119,15 @@ class SGLangEngine:
             name = gathered(spool.job if asks else None, topology.stream)[0]
             ask = servers = None
             if asks:
-                servers = Servers(self.urls, spool.path, self.job.recipe.target.in_flight, self.say)
+                servers = Servers(
+                    self.urls,
+                    spool.path,
+                    self.job.recipe.target.in_flight,
+                    self.say,
+                    check=partial(self._require_unchanged, probe) if topology.is_first else lambda url: None,
+                    remedy="delete the newer checkpoints in output.dir, and continue with --resume",
+                )
                 producer = stack.enter_context(closing(Producer(servers, spool, most, topology.stream.size())))
-                servers.remedy = "delete the newer checkpoints in output.dir, and continue with --resume"
-                if topology.is_first:
-                    servers.check = partial(self._require_unchanged, probe)
 
                 def ask(ticket: Ticket, reading: SampleReading) -> None:
                     wanted = WantedRows(reading.supervised, reach)

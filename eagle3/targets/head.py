@@ -1,9 +1,10 @@
 """A target's embedding and lm_head, from a loaded model or straight from the files of its checkpoint."""
 
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -18,12 +19,10 @@ from eagle3.targets.checkpoint import load_causal_lm, readable, weight_files, wh
 from eagle3.targets.logits import LogitTransform, TargetHead
 from eagle3.tensors import require_finite
 
-# Config fields that change logits. Model families use different names for the same thing.
-SCALES = ("logit_scale", "output_multiplier", "lm_head_multiplier")
-DIVISORS = ("logits_scaling",)
+# Config fields that change logits: the power at which they are factors, and the caps. Model families use different
+# names for the same thing.
+FACTORS = {"logit_scale": 1, "output_multiplier": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 CAPS = ("final_logit_softcapping", "logits_soft_cap")
-# Prefixes of the model types that multiply by these "divisors".
-MULTIPLYING = ("hyperclovax",)
 # safetensors' names for number formats that are not quantised.
 NUMBER_FORMATS = ("F64", "F32", "BF16", "F16")
 
@@ -79,13 +78,11 @@ def _sound_head(name: str, embedding: Tensor, head: Tensor | None, model: PreTra
 
 def _transform_of(model: PreTrainedModel) -> LogitTransform:
     """The transform that a model applies to its logits, according to the config of its language part."""
-    values, scale = model.config.get_text_config(decoder=True).to_dict(), 1.0
-    for field in (*SCALES, *DIVISORS):
-        factor = 1.0 if values.get(field) is None else values[field]
-        divides = field in DIVISORS and not str(values.get("model_type")).startswith(MULTIPLYING)
-        scale *= 1 / factor if divides else factor
-    caps = [values[field] for field in CAPS if values.get(field) is not None]
-    return LogitTransform(scale, caps[0] if caps else None)
+    config = model.config.get_text_config(decoder=True)
+    values = {name: value for name, value in config.to_dict().items() if value is not None}
+    factors = FACTORS | ({"logits_scaling": 1} if config.model_type.startswith("hyperclovax") else {})
+    scale = math.prod((values[name] ** power for name, power in factors.items() if name in values), start=1.0)
+    return LogitTransform(scale, next((values[name] for name in CAPS if name in values), None))
 
 
 def _is_linear(head: nn.Module | None) -> bool:
@@ -111,14 +108,8 @@ class _Stored(NamedTuple):
     revision: str | None
     files: dict[str, str]  # file name by tensor
 
-    def slice(self, tensor: str) -> Any:
-        """safetensors' slice of this tensor, which knows its shape and number format without reading its values."""
-        return self._file(tensor).get_slice(tensor)
-
-    def read(self, tensor: str) -> Tensor:
-        return self._file(tensor).get_tensor(tensor)
-
-    def _file(self, tensor: str) -> safe_open:
+    def file(self, tensor: str) -> safe_open:
+        """The file of this tensor, whose slice of it knows shape and number format without reading values."""
         return safe_open(cached_file(self.name, self.files[tensor], revision=self.revision), "pt")
 
 
@@ -176,9 +167,9 @@ def _place(stored: _Stored, names: dict[str, str], model: PreTrainedModel, modul
     key = parameter if parameter in names else _alike(stored, names, parameter, shape)
     stem = f"{path.rpartition('.')[2]}." if key is None else key.removesuffix("weight")
     quantised = any(f".{stem}" in f".{name}" and not name.endswith((".weight", ".bias")) for name in names)
-    if key is None:
-        return _Place(parameter, shape, None, quantised)
-    return _Place(parameter, shape, names[key], quantised or stored.slice(names[key]).get_dtype() not in NUMBER_FORMATS)
+    if key is not None:
+        quantised |= stored.file(names[key]).get_slice(names[key]).get_dtype() not in NUMBER_FORMATS
+    return _Place(parameter, shape, names.get(key), quantised)
 
 
 def _alike(stored: _Stored, names: dict[str, str], parameter: str, shape: list[int]) -> str | None:
@@ -191,7 +182,7 @@ def _alike(stored: _Stored, names: dict[str, str], parameter: str, shape: list[i
     for start in range(len(ends) - 1):
         ending = "." + ".".join(ends[start:])
         candidates = [name for name in names if f".{name}".endswith(ending) and not re.search(r"\.\d+\.", name)]
-        matches = [name for name in candidates if stored.slice(names[name]).get_shape() == shape]
+        matches = [name for name in candidates if stored.file(names[name]).get_slice(names[name]).get_shape() == shape]
         if len(matches) > 1:
             raise UserError(
                 f"target {stored.name!r}: {names[matches[0]]} and {names[matches[1]]} in its checkpoint could both be "
@@ -213,11 +204,12 @@ def _read(stored: _Stored, place: _Place, dtype: str | torch.dtype | None) -> Te
             f"target {stored.name!r}: its checkpoint lacks {place.parameter}; name the checkpoint of a whole causal "
             "language model in model.target"
         )
-    shape = stored.slice(place.tensor).get_shape()
+    file = stored.file(place.tensor)
+    shape = file.get_slice(place.tensor).get_shape()
     if shape != place.shape:
         raise UserError(
             f"target {stored.name!r}: {place.tensor} is {shape} in its checkpoint, but {place.shape} by its config; "
             "name the folder of a complete checkpoint in model.target"
         )
-    tensor = stored.read(place.tensor)
-    return tensor if dtype is None else tensor.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+    tensor = file.get_tensor(place.tensor)
+    return tensor.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)  # None: as stored

@@ -1,7 +1,6 @@
 """Prefill a document that is too long for one GPU, chunk by chunk, with each chunk and the cache spread over ranks."""
 
 import contextlib
-import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from eagle3.attention.ring import RingAttention
 from eagle3.attention.schedule import PrefixSchedule, schedule_prefix
 from eagle3.attention.ttt import Ulysses
 from eagle3.errors import SharedUserError, UserError
-from eagle3.parallel.topology import agreed, gathered
+from eagle3.parallel.topology import agreed
 from eagle3.states.rows import Rows
 from eagle3.targets.facts import RECURRENT, length_ropes, recurrent_layers
 from eagle3.targets.logits import check_tokens
@@ -136,9 +135,8 @@ class ChunkedAttention:
 
     def _window(self, mask: Tensor | None, sliding_window: int | None) -> int | None:
         """A layer's window, on which its mask and its `sliding_window` argument must agree."""
-        window = UNKNOWN_MASK
-        if isinstance(mask, Tensor) and mask.dtype == torch.int64 and mask.numel() == 1:
-            window = int(mask)
+        known = isinstance(mask, Tensor) and mask.dtype == torch.int64 and mask.numel() == 1
+        window = int(mask) if known else UNKNOWN_MASK
         if window != (sliding_window or NO_WINDOW):
             raise self.refusal("hides other keys than later ones and those beyond config.sliding_window")
         return window or None
@@ -244,7 +242,6 @@ class LongPrefill:
         """Check the model. Collective over `sequence`."""
         assert sequence.size() == ulysses.size() * ring.size(), "the sequence group is made of Ulysses and ring"
         assert sequence.rank() == ring.rank() * ulysses.size() + ulysses.rank(), "Ulysses ranks are the fastest"
-        assert chunk_tokens > 0
         self.target, self.ulysses, self.ring, self.sequence = target, Ulysses(ulysses), ring, sequence
         self.chunk_tokens, self.choose = chunk_tokens, choose
         # `window_of_mask` holds no state and may stay registered. Without a mask function, transformers would not
@@ -261,8 +258,6 @@ class LongPrefill:
         of them, like `TransformersTarget.prefill`.
         """
         agreed(lambda: check_tokens(document, 0, len(self.target.head.embedding)), group=self.sequence)
-        digests = gathered(hashlib.sha256(document.cpu().numpy().tobytes()).digest(), self.sequence)
-        assert len(set(digests)) == 1, "the ranks of a sequence prefill one document together"
         return self._chunks(document, self.chunk_tokens)
 
     def arriving(self, documents: Iterable[Sample]) -> Iterator[tuple[int, Iterator[Rows | None]]]:

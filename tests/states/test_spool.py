@@ -36,9 +36,9 @@ from eagle3.states.spool import (
     wanted_rows,
 )
 from eagle3.states.spool_writer import RequestRows, SpoolWriter
+from eagle3.targets.sglang.asking import require_supported
 from eagle3.targets.sglang.client import Producer, Request, Servers
 from eagle3.targets.sglang.hook import HookSettings
-from eagle3.targets.sglang.installed import require_supported
 from eagle3.targets.sglang.version import require_captured
 from eagle3.text.samples import Sample, SampleSet, Spans
 

@@ -56,6 +56,9 @@ class Servers:
     which is reported through `report`, and the others take over its requests. If no server is left, all requests fail.
     If a request takes much longer than usual, another server is asked, too, and the first answer counts. One that gets
     no answer within `answer_seconds` (default: ANSWER_SECONDS) fails.
+
+    check: raises ServerDiffers if the server at a URL is not what it was at the start, UserError if that cannot be told
+    remedy: for rows that came after a server had changed
     """
 
     def __init__(
@@ -65,8 +68,9 @@ class Servers:
         in_flight: int,
         report: Callable[[str], None] = print,
         answer_seconds: float | None = None,
+        check: Callable[[str], None] = lambda url: None,
+        remedy: str = "",
     ) -> None:
-        assert urls
         self.folder, self.report, self.answer_seconds = folder, report, answer_seconds or ANSWER_SECONDS
         self.waiting: deque[Request] = deque()
         self.asked: dict[tuple[str, Ticket], tuple[Request, float]] = {}  # by server; with the time of asking
@@ -77,9 +81,7 @@ class Servers:
         self.failure: str | None = None
         # Called with a ticket whose sample came again, after another server's.
         self.discard: Callable[[Ticket], None] = lambda ticket: None
-        # Raises ServerDiffers if the server at a URL is not what it was at the start, UserError if that cannot be told.
-        self.check: Callable[[str], None] = lambda url: None
-        self.remedy = ""  # for rows that came after a server had changed
+        self.check, self.remedy = check, remedy
         self.right_at = dict.fromkeys(urls, _now())  # when each server was last what it was at the start
         for url in urls:
             for work in (self._watch, *[self._serve] * in_flight):

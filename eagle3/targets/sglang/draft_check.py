@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError, run_command
-from eagle3.targets.sglang.installed import require_supported
+from eagle3.targets.sglang.asking import require_supported
 from eagle3.targets.sglang.version import DRAFT_CLASS, why_not_served
 
 REMEDY = "export the draft again (train.py --resume does so from the checkpoints of a run)"

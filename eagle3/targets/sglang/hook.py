@@ -37,7 +37,6 @@ from eagle3.targets.logits import (
 )
 from eagle3.targets.sglang.version import (
     WITHOUT_RESIDUAL,
-    Head,
     HookCall,
     head_of,
     hook_call,
@@ -145,7 +144,7 @@ class CaptureHook:
             self._require_whole(call)
             shares.extend(sorted(self._shares(call, tickets, size), key=lambda share: share.owner))
             if self.teacher is None:
-                self.teacher = make_teacher(processor, call.head, self.settings.draft_vocabulary)
+                self.teacher = ServedTeacher(processor, call.head, self.settings.draft_vocabulary)
             counts = [0] * size
             for share in shares:
                 counts[share.owner] += int(share.taught.sum())
@@ -272,18 +271,38 @@ def _number(ticket: Ticket) -> int:
 
 
 class ServedTeacher:
-    """Computes the target's predictions for some rows.
+    """Computes the target's predictions for some rows, on one of a server's ranks. It keeps last hidden states, to
+    which training applies the lm_head, or the model's own logits for the draft vocabulary, in the order of draft ids.
 
-    logits: computes logits [n, V/tp] in this rank's columns for last hidden states [n, H]
-    head: this rank's part of the lm_head, which is sharded over the server's ranks or whole on each
-    draft_ids: [Vd] tokens of the draft vocabulary, if their logits are kept in place of last hidden states
+    processor, module: SGLang's logits processor and lm_head, which is sharded over the ranks or whole on each
+    draft_vocabulary: file with d2t, if logits are kept; otherwise None
+
+    Raises UserError if this target cannot have such a teacher.
     """
 
-    def __init__(self, logits: Callable[[Tensor], Tensor], head: Head, draft_ids: Tensor | None = None) -> None:
-        self.logits, self.head, self.draft_ids = logits, head, draft_ids
+    def __init__(self, processor: nn.Module, module: Any, draft_vocabulary: str | None) -> None:
+        self.head = head_of(module)
+        self.draft_ids = self.local = self.widths = None
+        if draft_vocabulary is None:
+            weight = plain_weight(module)
+            if weight is None:
+                raise UserError(
+                    "target.teacher: hidden, but this target's lm_head is not a plain matrix (quantised, or with a "
+                    "bias), which training could apply; set target.teacher=logits"
+                )
+            self.logits = exact_logits(weight, transform_of(processor), weight.dtype)
+            return
+        try:
+            d2t = load_file(draft_vocabulary)["d2t"]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise UserError(
+                f"{draft_vocabulary}: has no draft vocabulary that SGLang could read ({error}); share that folder "
+                "among the server's machines, and run capture.py again"
+            ) from error
+        self.logits = partial(local_logits, processor, module)  # [n, V/tp], this rank's columns
+        self.draft_ids = (d2t + torch.arange(len(d2t))).to(next(module.parameters()).device)
         # Found once: on a GPU, the host waits for it.
-        self.local = None if draft_ids is None else local_columns(draft_ids, self.head.first_id, self.head.valid)
-        self.widths: list[int] | None = None
+        self.local = local_columns(self.draft_ids, self.head.first_id, self.head.valid)
 
     def taught(self, last: Tensor) -> tuple[ShardSummary, Tensor | None]:
         """What this rank's columns say of rows `last` [M, H]: a summary and, if logits are kept, its draft columns
@@ -311,32 +330,3 @@ class ServedTeacher:
                 self.widths = draft_widths(self.draft_ids, self.head.first_id, self.head.valid, group)
             values = exchange_columns(drafted, self.widths, counts, group)
         return values, summary.argmax[own], summary.logsumexp[own]
-
-
-def make_teacher(processor: nn.Module, module: Any, draft_vocabulary: str | None) -> ServedTeacher:
-    """Create a server's teacher on one rank. It keeps last hidden states, to which training applies the lm_head, or the
-    model's own logits for the draft vocabulary, in the order of draft ids.
-
-    processor, module: SGLang's logits processor and lm_head
-    draft_vocabulary: file with d2t, if logits are kept; otherwise None
-
-    Raises UserError if this target cannot have such a teacher.
-    """
-    head = head_of(module)
-    if draft_vocabulary is None:
-        weight = plain_weight(module)
-        if weight is None:
-            raise UserError(
-                "target.teacher: hidden, but this target's lm_head is not a plain matrix (quantised, or with a bias), "
-                "which training could apply; set target.teacher=logits"
-            )
-        return ServedTeacher(exact_logits(weight, transform_of(processor), weight.dtype), head)
-    try:
-        d2t = load_file(draft_vocabulary)["d2t"]
-    except (OSError, SafetensorError, KeyError) as error:
-        raise UserError(
-            f"{draft_vocabulary}: has no draft vocabulary that SGLang could read ({error}); share that folder among "
-            "the server's machines, and run capture.py again"
-        ) from error
-    draft_ids = (d2t + torch.arange(len(d2t))).to(next(module.parameters()).device)
-    return ServedTeacher(partial(local_logits, processor, module), head, draft_ids)

@@ -19,8 +19,7 @@ import torch
 
 from eagle3.console import waiting
 from eagle3.errors import UserError
-from eagle3.targets.sglang.asking import ModelInfo, ask
-from eagle3.targets.sglang.installed import require_sglang
+from eagle3.targets.sglang.asking import ModelInfo, ask, require_sglang
 
 START_SECONDS = 1800.0
 STOP_SECONDS = 5.0

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from eagle3.draft.config import DraftConfig
 from eagle3.errors import SharedUserError
 from eagle3.targets.logits import LogitTransform
-from eagle3.targets.sglang.asking import START, ModelInfo, ServerInfo, reported
-from eagle3.targets.sglang.installed import require_supported
+from eagle3.targets.sglang.asking import START, ModelInfo, ServerInfo, reported, require_supported
 
 # Architectures whose class in the tested SGLang takes an EAGLE3 draft (has set_eagle3_layers_to_capture).
 EAGLE3_TARGETS = frozenset(
