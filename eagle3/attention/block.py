@@ -129,7 +129,7 @@ def _cpu_attention_backward(
         lse.transpose(0, 1)[None].contiguous(),
         **_cpu_arguments(scoring, exact),
     )
-    return BlockGradients(*(gradient[0].transpose(0, 1).to(q.dtype) for gradient in gradients))
+    return tuple(gradient[0].transpose(0, 1).to(q.dtype) for gradient in gradients)
 
 
 def _cpu_layout(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -77,9 +77,7 @@ def flash4_attention_backward(
 ) -> BlockGradients:
     """A kernel's `backward` for blocks whose forward was `flash4_attention`."""
     lse = lse.t().contiguous()
-    return BlockGradients(
-        *flash4_backward(grad, q, k, v, out.to(q.dtype), lse, scoring.scale, *_visible_beside(scoring))
-    )
+    return flash4_backward(grad, q, k, v, out.to(q.dtype), lse, scoring.scale, *_visible_beside(scoring))
 
 
 def _visible_beside(scoring: Scoring) -> tuple[bool, int | None, int | None]:
@@ -109,7 +107,7 @@ def flash_attention_backward(
         rng_state=rng_state,
         unused=rng_state,
     )
-    return BlockGradients(*(gradient[0] for gradient in gradients))
+    return tuple(gradient[0] for gradient in gradients)
 
 
 def heads_at_once(queries: int, keys: int, group: int, head_dim: int) -> int:
@@ -163,7 +161,7 @@ def efficient_attention_backward(
         scale=scoring.scale,
     )
     dk, dv = (x.sum(1, dtype=torch.float32).transpose(0, 1).to(x.dtype) for x in (dk, dv))
-    return BlockGradients(dq.permute(2, 0, 1, 3).flatten(1, 2), dk, dv)
+    return dq.permute(2, 0, 1, 3).flatten(1, 2), dk, dv
 
 
 def _groups_as_batch(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

@@ -47,12 +47,8 @@ class BlockOutput(NamedTuple):
     lse: Tensor  # [queries, heads]: log of the softmax's denominator, fp32 or wider
 
 
-class BlockGradients(NamedTuple):
-    """Gradients of q, k, v in their own shapes; those of grouped key/value heads are already summed."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
+# Of q, k and v, in their own shapes; those of grouped key/value heads are already summed.
+BlockGradients = tuple[Tensor, Tensor, Tensor]
 
 
 def plain_attention(
@@ -98,7 +94,7 @@ def plain_attention_backward(
         grouped_dq[rows, heads] = torch.einsum("ngqs,snd->qngd", ds, keys).to(dq.dtype)
         dk[:, heads] += torch.einsum("ngqs,qngd->snd", ds, queries)
         dv[:, heads] += torch.einsum("ngqs,qngd->snd", p, upstream)
-    return BlockGradients(dq, dk.to(k.dtype), dv.to(v.dtype))
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _chunks(q: Tensor, k: Tensor, chunk_bytes: int) -> Iterator[tuple[slice, slice]]:

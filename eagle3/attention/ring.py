@@ -72,7 +72,7 @@ class RingAttention:
         key_value: Tensor,
         output: BlockOutput,
         schedules: tuple[PrefixSchedule, ...],
-        gradient: "SharedGradient",
+        gradient: SharedGradient,
     ) -> Tensor:
         """Returns the gradient of q [Q, heads, d], in fp32 or wider if it is a sum over blocks, and adds those of the
         keys and values to `gradient`.
@@ -88,18 +88,18 @@ class RingAttention:
                 scoring, rows, keys = self._scoring(schedules[source], piece), piece.queries, piece.keys
                 kernel = kernels.of(piece.visibility, scoring.window)
                 for kv_heads, heads in head_groups(q[rows], key[keys], kernel):
-                    part = kernel.backward(
+                    part, dk, dv = kernel.backward(
                         *(tensor[rows, heads] for tensor in (grad, q)),
                         *(tensor[keys, kv_heads] for tensor in (key, value)),
                         *(tensor[rows, heads] for tensor in output),
                         scoring,
                     )
                     if dq is None:  # the first heads of the single block, which may be all
-                        dq = part.q if part.q.shape == q.shape else torch.empty_like(q)
-                    if dq is not part.q:
-                        dq[rows, heads] = dq[rows, heads] + part.q if rows.start < reached else part.q
-                    share_gradient[0, keys, kv_heads] += part.k
-                    share_gradient[1, keys, kv_heads] += part.v
+                        dq = part if part.shape == q.shape else torch.empty_like(q)
+                    if dq is not part:
+                        dq[rows, heads] = dq[rows, heads] + part if rows.start < reached else part
+                    share_gradient[0, keys, kv_heads] += dk
+                    share_gradient[1, keys, kv_heads] += dv
                 reached = max(reached, rows.stop)
         return dq
 

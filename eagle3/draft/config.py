@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle3.draft.rope_parameters import complete_rope, rope_parameters
 from eagle3.durable import file_digest
-from eagle3.errors import SharedUserError, UserError, refuse, shown
+from eagle3.errors import UserError, refuse, shown
 from eagle3.parsing import is_number, read_json_object
 
 # Under eagle_config, layers count from 0, for SGLang; at the top level they count from 1, for vLLM. See _aux_layers.
@@ -205,19 +205,6 @@ class DraftConfig:
         ignored = ("token_ids", "window", "aux_layers" if None in (self.aux_layers, other.aux_layers) else "")
         names = (item.name for item in fields(self) if item.name not in ignored)
         return [name for name in names if getattr(self, name) != getattr(other, name)]
-
-
-def drafted_tokens(chosen: int | None, target_vocab_size: int) -> int:
-    """Size of the draft vocabulary: the recipe's choice or, if there is none, the default. Raises UserError if it
-    exceeds the target's vocabulary."""
-    if chosen is None:
-        return min(DRAFTED_TOKENS, target_vocab_size)
-    if chosen > target_vocab_size:
-        raise SharedUserError(
-            f"model.draft.vocab_size: {chosen} draft tokens of a target vocabulary of {target_vocab_size}; set it "
-            f"between 1 and {target_vocab_size}"
-        )
-    return chosen
 
 
 def draft_digest(folder: Path) -> str:

@@ -6,8 +6,9 @@ from typing import Any
 from transformers import LlamaConfig, PretrainedConfig
 
 from eagle3.demo.target import demo_shape
-from eagle3.draft.config import DraftConfig, drafted_tokens, read_draft_config
+from eagle3.draft.config import DRAFTED_TOKENS, DraftConfig, read_draft_config
 from eagle3.draft.derivation import derive_draft
+from eagle3.errors import SharedUserError
 from eagle3.parallel.rows import Reach
 from eagle3.recipe.schema import Draft, Recipe
 from eagle3.states.store.shard import Encoding
@@ -65,7 +66,13 @@ def aux_layers_of(recipe: Recipe, target: PretrainedConfig) -> tuple[int, ...]:
 def vocabulary_size(draft: Draft, target_vocab_size: int) -> int:
     """The size of a draft vocabulary that is to be chosen: that of model.draft, of model.draft.config, or the default.
     Raises UserError if it exceeds the target's vocabulary."""
-    return drafted_tokens(draft.vocab_size or _of_config(draft, "draft_vocab_size"), target_vocab_size)
+    size = draft.vocab_size or _of_config(draft, "draft_vocab_size") or min(DRAFTED_TOKENS, target_vocab_size)
+    if size > target_vocab_size:
+        raise SharedUserError(
+            f"model.draft.vocab_size: {size} draft tokens of a target vocabulary of {target_vocab_size}; set it "
+            f"between 1 and {target_vocab_size}"
+        )
+    return size
 
 
 def _of_config(draft: Draft, name: str) -> Any:

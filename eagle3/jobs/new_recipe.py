@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 
 from eagle3.console import Say, data_size
-from eagle3.draft.config import DraftConfig, drafted_tokens
+from eagle3.draft.config import DRAFTED_TOKENS, DraftConfig
 from eagle3.errors import UserError
 from eagle3.jobs.derived import shape_draft, store_encoding
 from eagle3.jobs.gate import Gate
@@ -76,7 +76,7 @@ def new_recipe_text(
     values: dict[str, dict] = {
         "model": {
             "target": target,
-            "draft": {"vocab_size": drafted_tokens(None, facts.config.vocab_size), **positions, **lm_head},
+            "draft": {"vocab_size": min(DRAFTED_TOKENS, facts.config.vocab_size), **positions, **lm_head},
         },
         "data": {"train": ["preset:ultrachat", "preset:longalign"], "too_long": "truncate", "unusable": "drop"},
         "hidden_states": store if engine or gpus > 1 else {"mode": "live"},

@@ -167,9 +167,9 @@ def test_merged_parts_of_the_keys_equal_one_block_forward_and_backward(heads, kv
         assert _close(merged.out, whole.out, 1e-13) and _close(merged.lse, whole.lse, 1e-13)
     expected = CPU.backward(grad, q, k, v, *whole, Scoring(SCALE, "full"))
     shares = [CPU.backward(grad, q, k[part], v[part], *merged, Scoring(SCALE, "full")) for part in parts]
-    assert _close(sum(each.q for each in shares), expected.q, 1e-12)
-    assert _close(torch.cat([each.k for each in shares]), expected.k, 1e-12)
-    assert _close(torch.cat([each.v for each in shares]), expected.v, 1e-12)
+    dq, dk, dv = zip(*shares, strict=True)
+    for actual, exact in zip((sum(dq), torch.cat(dk), torch.cat(dv)), expected, strict=True):
+        assert _close(actual, exact, 1e-12)
 
 
 def test_merging_is_exact_where_one_part_outweighs_the_other_by_any_factor():

@@ -22,17 +22,17 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from eagle3.draft.config import DraftConfig, drafted_tokens
+from eagle3.draft.config import DraftConfig
 from eagle3.draft.derivation import derive_draft, derived_rope
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
-from eagle3.jobs.derived import shape_draft
+from eagle3.jobs.derived import shape_draft, vocabulary_size
 from eagle3.jobs.gate import can_be_judged
 from eagle3.jobs.new_recipe import GPU_BYTES, NODE, planned, refreshed, rope_in_words
 from eagle3.jobs.plan import planned_step
 from eagle3.planning.fitting import RESERVED, PlannedStream
 from eagle3.recipe.loading import checked_recipe, load_recipe
-from eagle3.recipe.schema import Recipe
+from eagle3.recipe.schema import Draft, Recipe
 from eagle3.targets.checkpoint import target_config
 from eagle3.targets.facts import TargetFacts, is_stateful, read_facts, recurrent_layers
 
@@ -233,9 +233,9 @@ def test_of_the_recipes_targets_only_those_with_linear_attention_carry_a_state(f
 
 
 def test_a_vocabulary_below_32_000_is_drafted_whole():
-    assert [drafted_tokens(None, size) for size in (151_936, 1024)] == [32_000, 1024]
+    assert [vocabulary_size(Draft(), size) for size in (151_936, 1024)] == [32_000, 1024]
     with pytest.raises(UserError, match="2000 draft tokens of a target vocabulary of 1024"):
-        drafted_tokens(2000, 1024)
+        vocabulary_size(Draft(vocab_size=2000), 1024)
 
 
 def test_a_drafts_config_gives_its_whole_shape_and_the_recipes_keys_override_it(tmp_path, facts):

@@ -10,7 +10,7 @@ from processes import compute
 from triton.compiler.errors import CompilationError
 
 from eagle3.attention.block import CPU, PLAIN, PLAIN_OWN, Kernel
-from eagle3.attention.plain import BlockGradients, BlockOutput
+from eagle3.attention.plain import BlockOutput
 from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.kernels.choice import LOSS, OWN, POINTWISE, agreement, pick, prove
 from eagle3.kernels.proof import KernelDemand
@@ -59,8 +59,8 @@ ATTENTION_FAULTS = [
     (Kernel("off-by-one", _without_a_key, CPU.backward), "out is off by"),
     (_spoiled("wrong-lse", lambda part: part._replace(lse=part.lse + 0.01)), "lse is off by"),
     (_spoiled("nan-in-a-row", _nan_in_a_row), "out is off by inf"),
-    (_spoiled("scaled-dq", gradients=lambda part: part._replace(q=part.q * 0.98)), "dq is off by"),
-    (_spoiled("swapped", gradients=lambda part: BlockGradients(part.q, part.v, part.k)), "dk is off by"),
+    (_spoiled("scaled-dq", gradients=lambda parts: (0.98 * parts[0], *parts[1:])), "dq is off by"),
+    (_spoiled("swapped", gradients=lambda parts: (parts[0], parts[2], parts[1])), "dk is off by"),
     (Kernel("raises", CPU.forward, _raises), "raised RuntimeError: CUDA error: no kernel image is available"),
 ]
 
@@ -125,15 +125,14 @@ class _Steep(softmaxes.PlainSoftmaxes):
         return super().finish(1.03 * factors, overlaps, dtype)
 
 
+def _scaled_product(rows, columns):
+    return 1.03 * softmaxes.PLAIN.product(rows, columns)
+
+
 LOSS_FAULTS = [
-    (softmaxes.PLAIN._replace(name="raises", softmaxes=_does_not_compile), "raised CompilationError"),
-    (
-        softmaxes.PLAIN._replace(
-            name="scaled", product=lambda rows, columns: 1.03 * softmaxes.PLAIN.product(rows, columns)
-        ),
-        "cross-entropy is off by",
-    ),
-    (softmaxes.PLAIN._replace(name="steep", softmaxes=_Steep), "cross-entropy's gradient of outputs is off by"),
+    _planted(softmaxes.PLAIN, "raised CompilationError", "raises", softmaxes=_does_not_compile),
+    _planted(softmaxes.PLAIN, "cross-entropy is off by", "scaled", product=_scaled_product),
+    _planted(softmaxes.PLAIN, "cross-entropy's gradient of outputs is off by", "steep", softmaxes=_Steep),
 ]
 
 

@@ -42,19 +42,6 @@ class Case(NamedTuple):
     fused: bool = False  # by the Triton kernels, which on a CPU Triton's interpreter runs
 
 
-class Compared(NamedTuple):
-    """What distill gives: surrogate; sums [3, K]; gradients under UPSTREAM; sums_alone, sampled: without autograd;
-    collectives."""
-
-    surrogate: Tensor
-    sums: Tensor
-    d_outputs: Tensor
-    d_head: Tensor
-    sums_alone: Tensor
-    sampled: Tensor
-    collectives: Tensor
-
-
 def case_names(dtype: torch.dtype) -> list[str]:
     """The cases for a dtype. Only fp64 has the smaller blocks, and overflowing logits within the tolerance; only fp32
     has kernels."""
@@ -106,8 +93,9 @@ def _ties(dtype: torch.dtype) -> Rows:
     )
 
 
-def compare(case: Case, group: ProcessGroup) -> Compared:
-    """Distil with this rank's rows of both heads."""
+def compare(case: Case, group: ProcessGroup) -> dict[str, Tensor]:
+    """What distill gives with this rank's rows of both heads. sums [3, K]; gradients are under UPSTREAM; sums_alone and
+    sampled are without autograd."""
     rows, teacher = case.rows, case.rows.teacher
     head, teacher_head = (each.detach().chunk(group.size())[group.rank()] for each in (rows.head, teacher.head))
     part = rows._replace(head=head.requires_grad_(), teacher=replace(teacher, head=teacher_head))
@@ -117,15 +105,15 @@ def compare(case: Case, group: ProcessGroup) -> Compared:
     d_outputs, d_head = torch.autograd.grad(UPSTREAM * distilled.surrogate, (part.outputs, part.head))
     with torch.no_grad():
         alone = distill(*part, case.weights, group, **how)
-    return Compared(
-        distilled.surrogate.detach(),
-        torch.stack(distilled.sums),
-        d_outputs,
-        d_head,
-        torch.stack(alone.sums),
-        torch.zeros(0) if alone.sampled is None else alone.sampled,
-        torch.tensor(collectives.get_total_counts()),
-    )
+    return {
+        "surrogate": distilled.surrogate.detach(),
+        "sums": torch.stack(distilled.sums),
+        "d_outputs": d_outputs,
+        "d_head": d_head,
+        "sums_alone": torch.stack(alone.sums),
+        "sampled": torch.zeros(0) if alone.sampled is None else alone.sampled,
+        "collectives": torch.tensor(collectives.get_total_counts()),
+    }
 
 
 def exported_draft(name: str, dtype: torch.dtype) -> ExportedDraft:
@@ -181,7 +169,7 @@ def work(topology: Topology) -> dict:
     results = {"refusal": refusal(topology)}
     for dtype in DTYPES:
         for name in case_names(dtype):
-            results[name, dtype] = compare(make_case(name, dtype), topology.tensor)._asdict()
+            results[name, dtype] = compare(make_case(name, dtype), topology.tensor)
         results |= {(name, dtype): run_draft(name, dtype, topology) for name in DRAFTS}
     return results
 
