@@ -94,11 +94,16 @@ class BatchMaker:
             transform=self.transform,
             written=self.draft_id[stream.tokens_after(plan.teacher, 1).to(self.draft_id.device)],
         )
-        inputs = unroll_inputs(stream, plan, rows.aux.to(self.dtype))
         positions = stream.positions(len(plan.query_of))
         shares = 1 / positions.clamp(min=1).double()[:, stream.document[plan.teacher]] if self.by_sample else None
-        samples = (positions > 0).sum(1)
-        return MicroBatch(inputs, teacher, plan.query_of, stream.tokens, samples, shares).map(pinned, pinned)
+        return MicroBatch(
+            inputs=unroll_inputs(stream, plan, rows.aux.to(self.dtype)),
+            teacher=teacher,
+            query_of=plan.query_of,
+            tokens=stream.tokens,
+            samples=(positions > 0).sum(1),
+            shares=shares,
+        ).map(pinned, pinned)
 
 
 @dataclass(frozen=True)

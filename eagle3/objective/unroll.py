@@ -125,12 +125,11 @@ def unroll(
     own: tuple[KeyValue, ...] = ()
     outputs = []
     for k in range(len(inputs.query_tokens)):
-        project_cuts = cut_rows(queries, chunk, outputs=3 if k else 1)  # q and, from step 1 on, K_k and V_k
-        finish_cuts = cut_rows(queries, chunk, outputs=1)
         step = Step(
-            ChunkedWork(partial(work.project, k), project_cuts, weights),
+            # q and, from step 1 on, K_k and V_k
+            ChunkedWork(partial(work.project, k), cut_rows(queries, chunk, outputs=3 if k else 1), weights),
             partial(work.attend, k),
-            ChunkedWork(work.finish, finish_cuts, weights),
+            ChunkedWork(work.finish, cut_rows(queries, chunk, outputs=1), weights),
         )
         hidden, own = step.run(hidden, exchange, own, recompute)
         outputs.append(hidden)
