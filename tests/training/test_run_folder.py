@@ -40,19 +40,23 @@ def target(tmp_path_factory):
     return make_target(tmp_path_factory.mktemp("target"))
 
 
-def test_a_run_does_not_write_into_its_target(tmp_path):
-    target = make_target(tmp_path / "target")
-    recipe = load_recipe(write_recipe(tmp_path, target))
+@pytest.fixture
+def path(tmp_path, target):
+    """That of a recipe."""
+    return write_recipe(tmp_path, target)
+
+
+def test_a_run_does_not_write_into_its_target(tmp_path, path, target):
+    recipe = load_recipe(path)
     for place in (target, target / "run"):
         with pytest.raises(UserError, match="lies in model.target"):
             RunFolder(place).check(recipe, "no")
     assert not RunFolder(tmp_path / "run").check(recipe, "no")
 
 
-def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
+def test_a_run_has_a_folder_of_its_own(tmp_path, path, monkeypatch):
     """It must not be the folder of the run's data, nor the one in which the run was started. Files in a folder called
     checkpoints may be somebody else's."""
-    path = write_recipe(tmp_path, make_target(tmp_path / "target"))
     rows = tmp_path / "data" / "rows.jsonl"
     rows.parent.mkdir()
     (tmp_path / "conversations.jsonl").rename(rows)
@@ -78,8 +82,7 @@ def test_a_run_has_a_folder_of_its_own(tmp_path, monkeypatch):
             RunFolder(theirs.parent).check(recipe, resume)
 
 
-def test_an_exported_run_without_checkpoints_is_not_begun_over(tmp_path):
-    path = write_recipe(tmp_path, make_target(tmp_path / "target"))
+def test_an_exported_run_without_checkpoints_is_not_begun_over(tmp_path, path):
     recipe, folder = load_recipe(path), RunFolder(tmp_path / "run")
     folder.export.mkdir(parents=True)
     folder.checkpoints.mkdir()
@@ -93,8 +96,7 @@ def test_an_exported_run_without_checkpoints_is_not_begun_over(tmp_path):
     assert not folder.check(recipe, "no")
 
 
-def test_a_store_that_live_training_does_not_read_may_change_its_place(tmp_path):
-    path = write_recipe(tmp_path, make_target(tmp_path / "target"))
+def test_a_store_that_live_training_does_not_read_may_change_its_place(tmp_path, path):
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.identity.touch()
@@ -108,64 +110,58 @@ def test_a_store_that_live_training_does_not_read_may_change_its_place(tmp_path)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory, target):
-    """What the runs of tests/support/shared_folder_worker.py printed, by case, and each case's folder."""
+def outcomes(tmp_path_factory, target):
+    """What the runs of tests/support/shared_folder_worker.py printed, by case, with the case's folder."""
     base = tmp_path_factory.mktemp("shared")
     folders = {name: base / name for name in ("entered", "at_once", "unlocked", "torn")}
     for folder in folders.values():
         folder.mkdir()
     recipes = [str(write_recipe(folder, target, output={"check_export": False})) for folder in folders.values()]
     output = run_script("tests/support/shared_folder_worker.py", *recipes)
-    return json.loads(output.splitlines()[-1]), folders
+    return {name: case | {"folder": folders[name]} for name, case in json.loads(output.splitlines()[-1]).items()}
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_second_run_is_refused_with_the_holder_before_anything_is_written(shared, way):
+def test_a_second_run_is_refused_with_the_holder_before_anything_is_written(outcomes, way):
     """The worker has compared the folder's content, and has checked that every rank ended with the same code."""
-    outcomes, _ = shared
     code, output = outcomes["entered"][way]
     *_, line = output.splitlines()
     assert code == 2 and line.startswith("error: ") and "another run writes this folder" in line
     assert f"(process {outcomes['entered']['holder']} on " in line and ", since 20" in line and "set output.dir" in line
 
 
-def test_the_check_before_a_job_names_the_holder_and_passes(shared):
-    outcomes, _ = shared
+def test_the_check_before_a_job_names_the_holder_and_passes(outcomes):
     code, output = outcomes["entered"]["check"]
     assert code == 0 and "begins " in output
-    assert f"warning: {shared[1]['entered'] / 'run'}: another run writes this folder (process" in output
+    assert f"warning: {outcomes['entered']['folder'] / 'run'}: another run writes this folder (process" in output
 
 
-def test_a_dead_holders_folder_is_free_at_once_and_the_run_goes_on_under_its_identity(shared):
-    outcomes, _ = shared
+def test_a_dead_holders_folder_is_free_at_once_and_the_run_goes_on_under_its_identity(outcomes):
     code, output = outcomes["entered"]["after"]
     assert code == 0 and "checkpoint written" in output and "moved to" not in output
     assert CLAIM not in outcomes["entered"]["left"] and "run_id.txt" in outcomes["entered"]["left"]
 
 
-def test_of_runs_that_start_together_one_wins_and_the_others_move_nothing(shared):
-    outcomes, folders = shared
+def test_of_runs_that_start_together_one_wins_and_the_others_move_nothing(outcomes):
     code, output = outcomes["at_once"]["winner"]
     assert code == 0 and "checkpoint written" in output and output.count("moved to") == 1
     for code, output in outcomes["at_once"]["others"]:
         assert code == 2 and "another run writes this folder" in output and output.count("error: ") == 1
-    aside = sorted(path.name for path in folders["at_once"].glob("run*"))
+    aside = sorted(path.name for path in outcomes["at_once"]["folder"].glob("run*"))
     assert aside == ["run", "run.1"]
-    assert [path.name for path in (folders["at_once"] / "run.1").iterdir()] == ["checkpoints", "recipe.yaml"]
+    assert [path.name for path in (outcomes["at_once"]["folder"] / "run.1").iterdir()] == ["checkpoints", "recipe.yaml"]
 
 
-def test_without_locks_both_runs_say_so_and_the_first_ends_before_it_writes_into_the_seconds_folder(shared):
-    outcomes, folders = shared
+def test_without_locks_both_runs_say_so_and_the_first_ends_before_it_writes_into_the_seconds_folder(outcomes):
     (code, output), (second_code, second_output) = outcomes["unlocked"]["one"], outcomes["unlocked"]["two"]
     assert "warning: " in output and output.count("has no locks") == second_output.count("has no locks") == 1
     assert code == 2 and "no longer this run's (taken by process" in output.splitlines()[-1]
     assert "Traceback" not in output
     assert second_code == 0 and "moved to" in second_output
-    assert outcomes["unlocked"]["of"] == [(folders["unlocked"] / "run" / "run_id.txt").read_text().strip()]
+    assert outcomes["unlocked"]["of"] == [(outcomes["unlocked"]["folder"] / "run" / "run_id.txt").read_text().strip()]
 
 
-def test_a_checkpoint_of_which_one_rank_cannot_write_its_part_is_none(shared):
-    outcomes, _ = shared
+def test_a_checkpoint_of_which_one_rank_cannot_write_its_part_is_none(outcomes):
     code, output = outcomes["torn"]["torn"]
     assert code == 2 and "the checkpoint of step 2 cannot be written" in output and "Traceback" not in output
     assert outcomes["torn"]["left"] == []
@@ -231,8 +227,8 @@ def test_claims_that_come_and_go_together_never_overlap(tmp_path):
     assert not alone.exists() and not list(folder.glob("*"))
 
 
-def test_a_fresh_run_finishes_what_a_kill_left_half_moved_aside(tmp_path, target):
-    recipe = load_recipe(write_recipe(tmp_path, target))
+def test_a_fresh_run_finishes_what_a_kill_left_half_moved_aside(tmp_path, path):
+    recipe = load_recipe(path)
     folder = RunFolder(recipe.output.dir)
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run.aside").mkdir()
@@ -367,8 +363,8 @@ def test_a_full_disk_leaves_the_earlier_export_and_with_room_a_resumed_run_whose
     assert (folder.export / "notes.md").read_text() == "somebody's" and CLAIM not in {*folder.path.iterdir()}
 
 
-def test_at_the_end_of_a_run_a_full_disk_is_a_line_and_takes_nothing(tmp_path, target, small_disk):
-    recipe = load_recipe(write_recipe(tmp_path, target), [f"output.dir={small_disk / 'run'}"])
+def test_at_the_end_of_a_run_a_full_disk_is_a_line_and_takes_nothing(path, small_disk):
+    recipe = load_recipe(path, [f"output.dir={small_disk / 'run'}"])
     folder = RunFolder(recipe.output.dir)
     folder.hold("node", print)
     identity = folder.identify(False)

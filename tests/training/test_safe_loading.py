@@ -44,13 +44,17 @@ def other_layout(topology):
 
 
 @pytest.fixture
-def saved(engine, tmp_path):
+def checkpoints(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    return Checkpoints(tmp_path / "checkpoints", keep=2, run=RUN, warn=pytest.fail)
+
+
+@pytest.fixture
+def saved(engine, checkpoints):
     """A checkpoint, in the folder where it was saved."""
-    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2, run=RUN, warn=pytest.fail)
-    checkpoints.folder.mkdir()
     advance(engine, 2)
     checkpoints.save(engine, 2, {"best_step": 1}, None)
-    return checkpoints.folder / "step-00000002"
+    return checkpoints.path(2)
 
 
 def rewrite(checkpoint, pattern, change):
@@ -77,12 +81,12 @@ def plant(checkpoint, pattern):
 
 @pytest.mark.parametrize("layout", ["engine", "other_layout"])
 @pytest.mark.parametrize("pattern", FILES)
-def test_resuming_from_a_planted_checkpoint_runs_nothing_and_ends_in_one_line(request, saved, layout, pattern):
+def test_resuming_from_a_planted_checkpoint_runs_nothing_and_is_one_line(request, checkpoints, saved, layout, pattern):
     engine = request.getfixturevalue(layout)
     before = weights(engine)
     file, mark = plant(saved, pattern)
     with pytest.raises(UserError, match=r"more than plain data \(.*exec.*\).*could run code; resume from") as refused:
-        Checkpoints(saved.parent, keep=2, run=RUN, warn=pytest.fail).load_newest(engine)
+        checkpoints.load_newest(engine)
     assert str(refused.value).startswith(f"{file}: ") and not mark.exists()
     assert same(before, weights(engine))
 
@@ -146,9 +150,11 @@ OTHER_DATA = {
 
 
 @pytest.mark.parametrize("what", OTHER_DATA)
-def test_other_data_end_in_one_line_and_moved_away_leave_the_checkpoint_before_to_continue(engine, saved, what):
+def test_other_data_are_one_line_and_moved_away_leave_the_checkpoint_before_to_continue(
+    engine, checkpoints, saved, what
+):
     """The run continues bit for bit, even in the process that met the data."""
-    checkpoints, expected = Checkpoints(saved.parent, keep=2, run=RUN, warn=pytest.fail), weights(engine)
+    expected = weights(engine)
     advance(engine)
     checkpoints.save(engine, 3, {}, None)
     newest, (pattern, change, reason) = checkpoints.path(3), OTHER_DATA[what]
@@ -160,11 +166,10 @@ def test_other_data_end_in_one_line_and_moved_away_leave_the_checkpoint_before_t
     assert checkpoints.load_newest(engine) == (2, {"best_step": 1}) and same(weights(engine), expected)
 
 
-def test_a_converted_checkpoint_continues_as_the_one_that_was_saved(engine, other_layout, saved):
+def test_a_converted_checkpoint_continues_as_the_one_that_was_saved(engine, other_layout, checkpoints, saved):
     expected = weights(engine)
     advance(other_layout)
-    result = Checkpoints(saved.parent, keep=2, run=RUN, warn=pytest.fail).load_newest(other_layout)
-    assert result == (2, {"best_step": 1}) and same(weights(other_layout), expected)
+    assert checkpoints.load_newest(other_layout) == (2, {"best_step": 1}) and same(weights(other_layout), expected)
 
 
 @pytest.mark.parametrize(
