@@ -245,7 +245,7 @@ class Trainer:
                     ]
                 )
             progress.advance(len(samples))
-        metrics = batch_metrics(self.loss_config, *(batch_sum(each, self.topology) for each in (sums, counts)))
+        metrics = batch_metrics(self.loss_config, batch_sum(sums, self.topology), batch_sum(counts, self.topology))
         greedy, sampled = (batch_sum(each, self.topology) for each in zip(*chains, strict=True))
         best = greedy.length > self.course.best_acceptance
         if best:
