@@ -52,7 +52,7 @@ def try_kernels(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
     for name, demand in {"tiny": TINY}.items() if tiny else DEMANDS.items():
         candidates = candidates_for(demand, topology.device)
         timed = topology.device.type == "cuda"
-        table = prove(candidates, demand, topology.alone, topology.device, timed)
+        table = prove(candidates, demand, topology, timed)
         for kind, verdicts in table.items():
             for verdict in verdicts:
                 yield {"draft": name, "kind": kind, "within_bound": verdict.right} | verdict._asdict()

@@ -294,9 +294,9 @@ class Bench:
 
     def _kernels(self, case: Case) -> Kernels:
         """Those that training would choose on this device."""
-        shape, topology = dataclasses.replace(self.config, window=case.window or THIN_WINDOW), self.topology
+        shape = dataclasses.replace(self.config, window=case.window or THIN_WINDOW)
         demand = KernelDemand.of(shape, 1, 1, self.dtype, case.steps)
-        return choose_kernels(demand, topology.alone, topology.device, CACHE).kernels
+        return choose_kernels(demand, self.topology, CACHE).kernels
 
     def _most_tokens(self, case: Case) -> int:
         """The most tokens to try. For inputs on the host, as many as fit half of its free memory, since pinned memory

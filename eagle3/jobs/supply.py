@@ -245,9 +245,7 @@ def _chooser(job: Job, topology: Topology, console: Console) -> ChooseKernels:
     @cache
     def chosen(**shape: Any) -> BlockKernels:
         cache_dir = job.recipe.data.cache_dir.expanduser()
-        choice = choose_kernels(
-            KernelDemand(**shape), topology.alone, topology.device, cache_dir, among=topology.sequence
-        )
+        choice = choose_kernels(KernelDemand(**shape), topology, cache_dir, among=topology.sequence)
         choice.tell(console, "long prompts: ")
         return choice.kernels.blocks
 

@@ -163,9 +163,7 @@ def _choose_kernels(job: Job, run: _Run) -> Choice:
     demand = KernelDemand.of(job.shape, sizes.tensor, sizes.ulysses, getattr(torch, training.dtype), training.ttt_steps)
     before = gathered(run.folder.kernels_before() if topology.is_first and run.continues else None)[0]
     with waiting(run.console, "proving kernels on this GPU"):
-        choice = choose_kernels(
-            demand, topology.alone, topology.device, job.recipe.data.cache_dir.expanduser(), training.kernels, before
-        )
+        choice = choose_kernels(demand, topology, job.recipe.data.cache_dir.expanduser(), training.kernels, before)
     choice.tell(run.console)
     return choice
 

@@ -105,7 +105,7 @@ def run_case(
     draft = Eagle3Draft(case.draft.config, topology.modules, dtype)
     load_weights(draft, case.draft, topology.tensor)
     demand = KernelDemand.of(case.draft.config, topology.tensor.size(), sharding.ulysses, dtype, steps)
-    kernels = choose_kernels(demand, topology.alone, topology.device).kernels
+    kernels = choose_kernels(demand, topology).kernels
     objective = DraftObjective(draft, topology, ring_mode, memory, kernels).to(topology.device)
     batch = _micro_batch(case, topology, steps, sharding, draft.lm_head.weight)
     config, ranks = LossConfig(normalization="tokens"), topology.data.size()
@@ -283,7 +283,7 @@ def check_kernels(cluster: Cluster, topology: Topology, recipe: Recipe) -> Itera
 
     def proven_here() -> Table:
         candidates = candidates_for(demand, device, recipe.training.kernels)
-        return prove(candidates, demand, topology.alone, device, timed)
+        return prove(candidates, demand, topology, timed)
 
     proven = cluster.ask("kernels", proven_here, "set training.kernels to auto, and look at nvidia-smi there")
     for kind, verdicts in agreement([*map(parsed, proven.values())]).items():

@@ -25,7 +25,7 @@ from eagle3.kernels.pointwise import prove_pointwise
 from eagle3.kernels.proof import KernelDemand, KernelVerdict
 from eagle3.objective.distill import loss_candidates
 from eagle3.objective.model import Kernels
-from eagle3.parallel.topology import gathered
+from eagle3.parallel.topology import Topology, gathered
 
 OWN, POINTWISE, LOSS = "own", "pointwise", "loss"
 OTHERS = (OWN, POINTWISE, LOSS)
@@ -65,13 +65,12 @@ def _pinned(candidates: Candidates, name: str) -> Candidates:
 
 
 @torch.enable_grad()
-def prove(
-    candidates: Candidates, demand: KernelDemand, group: dist.ProcessGroup, device: torch.device, timed: bool
-) -> Table:
-    """Verdicts on all of them, from this rank alone. group: of this rank alone."""
-    others = {OWN: prove_own, POINTWISE: prove_pointwise, LOSS: partial(prove_loss, group=group)}
+def prove(candidates: Candidates, demand: KernelDemand, topology: Topology, timed: bool) -> Table:
+    """Verdicts on all of them, from this rank alone."""
+    provers = {kind: partial(prove_blocks, kind) for kind in candidates}
+    provers |= {OWN: prove_own, POINTWISE: prove_pointwise, LOSS: partial(prove_loss, group=topology.alone)}
     return {
-        kind: (others.get(kind) or partial(prove_blocks, kind))(kernels, demand, device, timed) if kernels else []
+        kind: provers[kind](kernels, demand, topology.device, timed) if kernels else []
         for kind, kernels in candidates.items()
     }
 
@@ -113,8 +112,7 @@ class Choice:
 
 def choose_kernels(
     demand: KernelDemand,
-    group: dist.ProcessGroup,
-    device: torch.device,
+    topology: Topology,
     cache: Path | None = None,
     pinned: str = "auto",
     before: Names | None = None,
@@ -123,20 +121,20 @@ def choose_kernels(
     """The kernels of a job. Collective over `among` (by default, the job). On CUDA all candidates are proven first.
     Ranks that disagree use what is right on all of them.
 
-    group: of this rank alone.
     cache: a folder for FlashAttention 4's compiled kernels.
     pinned: see candidates_for.
     before: the kernels that the job used before it was resumed. They are used again if they are still right.
 
     Raises SharedUserError if no kernel is right for something that the job needs.
     """
+    device = topology.device
     candidates = candidates_for(demand, device, pinned)
     if device.type != "cuda":
         names = {kind: kernels[0].name if kernels else None for kind, kernels in candidates.items()}
         return Choice(_named(candidates, names), names, {})
     if cache and has_flash4(device):
         _keep_compiled(cache / "flash4")
-    table = prove(candidates, demand, group, device, timed=True)
+    table = prove(candidates, demand, topology, timed=True)
     return pick(candidates, agreement(gathered(table, among)), before)
 
 

@@ -50,7 +50,7 @@ def named(value) -> str:
 
 def proved(topology, of, *kernels, **changes) -> list[KernelVerdict]:
     """The verdicts on kernels for a kind of block, for own keys, position-wise work or the loss."""
-    return prove({of: kernels}, replace(DEMAND, **changes), topology.alone, CPU, timed=False)[of]
+    return prove({of: kernels}, replace(DEMAND, **changes), topology, timed=False)[of]
 
 
 @every_dtype
@@ -143,7 +143,7 @@ def small_timing(monkeypatch):
 def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, small_timing):
     wrong, _ = ATTENTION_FAULTS[0]
     of = candidates(slow(block.CPU), wrong, block.PLAIN)
-    choice = pick(of, prove(of, DEMAND, topology.alone, CPU, timed=True))
+    choice = pick(of, prove(of, DEMAND, topology, timed=True))
     assert choice.names == {**dict.fromkeys((*KINDS, *OTHERS), "plain"), "banded": None, "windowed": None}
     assert choice.kernels.blocks.causal is block.PLAIN and choice.kernels.loss is PLAIN
     assert choice.line == "attention: plain (full, causal, masked, own); pointwise: plain; loss: plain"
@@ -155,7 +155,7 @@ def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, 
 
 def test_a_resumed_job_keeps_a_kernel_that_is_still_right_and_says_what_has_changed(topology, small_timing):
     of = candidates(slow(block.CPU), block.PLAIN)
-    table = prove(of, DEMAND, topology.alone, CPU, timed=True)
+    table = prove(of, DEMAND, topology, timed=True)
     before = dict.fromkeys(KINDS, "slow") | dict.fromkeys(("banded", "windowed"))
     before |= {OWN: "plain", POINTWISE: "plain", LOSS: "fused"}
     kept = pick(of, table, before).names
@@ -168,15 +168,15 @@ def test_without_a_right_kernel_there_is_no_job(topology):
     (first, _), (second, _), *_ = ATTENTION_FAULTS
     of = candidates(first, second)
     with pytest.raises(UserError, match=f"none computes full blocks .*rightly.*{first.name}: .*{second.name}: "):
-        pick(of, prove(of, DEMAND, topology.alone, CPU, timed=False))
+        pick(of, prove(of, DEMAND, topology, timed=False))
 
 
 def test_a_target_without_a_loss_gets_kernels_for_its_attention_alone(topology, small_timing):
     demand = replace(DEMAND, steps=0, hidden=0, columns=0)
-    assert choose_kernels(demand, topology.alone, CPU).kernels.loss is None
+    assert choose_kernels(demand, topology).kernels.loss is None
     of = candidates(block.CPU, block.PLAIN, others=(None, None, None))
     with torch.no_grad():  # as a prefill runs
-        choice = pick(of, prove(of, demand, topology.alone, CPU, timed=True))
+        choice = pick(of, prove(of, demand, topology, timed=True))
     assert choice.table[LOSS] == [] and choice.kernels.loss is None and "loss" not in choice.line
 
 
@@ -204,7 +204,7 @@ def test_of_ranks_that_agree_the_slowest_one_counts():
 
 def test_on_a_cpu_the_choice_is_fixed_and_a_kernel_can_be_pinned(topology, tmp_path):
     def chosen(pinned):
-        return choose_kernels(DEMAND, topology.alone, CPU, tmp_path, pinned)
+        return choose_kernels(DEMAND, topology, tmp_path, pinned)
 
     fixed = chosen("auto")
     assert fixed.names["full"] == "cpu" and fixed.table == {} and not [*tmp_path.iterdir()]

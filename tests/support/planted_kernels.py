@@ -150,7 +150,7 @@ def job(topology: Topology) -> tuple[dict, list[str]]:
     candidates = dict.fromkeys(("full", "causal", "masked"), [first, PLAIN])
     candidates |= {"banded": [], "windowed": [], OWN: [PLAIN_OWN], POINTWISE: [PLAIN_POINTWISE]}
     candidates[LOSS] = [softmaxes.PLAIN]
-    table = prove(candidates, DEMAND, topology.alone, topology.device, timed=False)
+    table = prove(candidates, DEMAND, topology, timed=False)
     choice = pick(candidates, agreement(gathered(table)))
     return dict(choice.names), [*choice.warnings]
 
