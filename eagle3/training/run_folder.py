@@ -6,10 +6,12 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal
 
+import numpy as np
 import yaml
 
 from eagle3.console import all_without_passwords, without_passwords
@@ -20,7 +22,6 @@ from eagle3.preflight.inputs import inputs_of
 from eagle3.recipe.loading import dump_recipe, leaves
 from eagle3.recipe.schema import Recipe
 from eagle3.training.claim import CLAIM, Claim
-from eagle3.training.metrics_file import read_records
 
 # Keys that may change when a run is resumed. They affect what is reported or kept, or which rank computes what. Only
 # training.skip_above_norm can change the result.
@@ -44,6 +45,9 @@ OWN = re.compile(
 )
 RUN = "run"  # what run.json is sealed as
 MOST_NAMED = 3  # faults of metrics.jsonl in a line
+# A run writes one record of kind train for each step, in order. Records of other kinds follow that of their step.
+KINDS = ("train", "skipped", "held_out")  # of one step, in the order in which they are written
+EXPORTED = "exported"  # once for each export, after the last step, with the step of the exported weights
 # Whether a run continues from its newest intact checkpoint. auto: it does if its folder holds a run.
 Resume = Literal["no", "yes", "auto"]
 
@@ -235,7 +239,7 @@ class RunFolder:
         """Drops the records of steps after `step`, because the resumed run will write them again. A file with faults is
         moved aside, with a warning that names them; so are steps without a record."""
         content = self.metrics.read_bytes() if self.metrics.exists() else b""
-        kept, faults, gaps = read_records(content, step)
+        kept, faults, gaps = _records(content, step)
         with writing(self.metrics, "free space and continue with --resume"):
             aside = write_bytes(self.metrics, b"".join(line + b"\n" for line in kept), aside=bool(faults))
         problems = [*faults, *(f"no line has step {gap}" for gap in gaps)]
@@ -249,7 +253,7 @@ class RunFolder:
     def note_export(self, step: int) -> None:
         """Records in the metrics that the exported weights are those of `step`."""
         with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "kind": "exported"}) + "\n")
+            file.write(json.dumps({"step": step, "kind": EXPORTED}) + "\n")
 
     def write_run(self, description: dict[str, Any]) -> None:
         """Writes the description of the run (see eagle3.jobs.description). A resumed run overwrites it."""
@@ -272,3 +276,46 @@ def _mapping(file: Path, parse: Callable[[str], Any]) -> dict[str, Any] | None:
     except (FileNotFoundError, yaml.YAMLError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _records(content: bytes, last: int) -> tuple[list[bytes], list[str], list[str]]:
+    """The lines of the records of steps up to `last`; what is wrong with lines that were left out; and the steps that
+    have no record. What a kill has left of the last line is no fault."""
+    lines = content.split(b"\n")
+    places = np.array([_place(line) for line in lines])
+    if not places[-1]:
+        lines, places = lines[:-1], places[:-1]
+    end, before = len(KINDS) * (last + 1), 0
+    kept, faults, steps = [], [], [0]
+    for number, (line, place) in enumerate(zip(lines, places.tolist(), strict=True), 1):
+        if not place:
+            faults.append(f"line {number} is no record of a step")
+        elif place < 0:
+            kept += [line] * (-place <= last)
+        elif (
+            place <= before
+            or (  # or its step is not the next one, and a later line's step comes before it
+                place // len(KINDS) > before // len(KINDS) + 1
+                and ((places[number:] > before) & (places[number:] < place)).any()
+            )
+        ):
+            faults.append(f"line {number} has step {place // len(KINDS)} out of order, or again")
+        else:
+            before = place
+            kept += [line] * (place < end)
+            steps += [place // len(KINDS)] * (place < end and place % len(KINDS) == 0)
+    gaps = [(one + 1, other - 1) for one, other in pairwise([*steps, last + 1]) if other > one + 1]
+    return kept, faults, [f"{first} to {final}" if final > first else f"{first}" for first, final in gaps]
+
+
+def _place(line: bytes) -> int:
+    """The place of a line's record in the order of steps and kinds, from 1; for an export its step, negative; 0 for no
+    record."""
+    try:
+        record = parse_json(line)
+        step, kind = record["step"], record["kind"]
+    except (ValueError, TypeError, LookupError):
+        return 0
+    if type(step) is not int or not 0 < step < 2**50 or kind not in (*KINDS, EXPORTED):
+        return 0
+    return -step if kind == EXPORTED else len(KINDS) * step + KINDS.index(kind)
