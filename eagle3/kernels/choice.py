@@ -42,7 +42,8 @@ Names = Mapping[str, str | None]
 
 def candidates_for(demand: KernelDemand, device: torch.device, pinned: str = "auto") -> Candidates:
     """pinned: name of the kernel to use for all that it can compute. Raises SharedUserError if that is nothing."""
-    candidates = block_candidates(device, demand.dtype, demand.head_dim) | {
+    candidates: dict[str, list[Any]] = {
+        **block_candidates(device, demand.dtype, demand.head_dim),
         OWN: own_candidates(device, demand.dtype) if demand.steps > 1 else [],
         POINTWISE: pointwise_candidates(device, demand.dtype) if demand.steps else [],
         LOSS: loss_candidates(device, demand.dtype) if demand.columns else [],

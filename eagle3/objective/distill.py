@@ -61,8 +61,8 @@ def loss_row_bytes(steps: int, columns: int, hidden: int, dtype: torch.dtype, ov
     return columns * logits + steps * hidden * (4 * dtype.itemsize + 2 * exact)
 
 
-def loss_rows(block_bytes: int, row_bytes: int) -> int:
-    """Teacher rows in one block of `distill`."""
+def rows_at_once(block_bytes: int, row_bytes: int) -> int:
+    """Rows in one block of `distill`, or in one chunk of position-wise work."""
     return max(1, block_bytes // row_bytes)
 
 
@@ -131,7 +131,7 @@ def distill(
     kernel: None: the usual one.
     """
     kernel = kernel or loss_candidates(head.device, head.dtype)[0]
-    rows = loss_rows(block_bytes, loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.overwrites))
+    rows = rows_at_once(block_bytes, loss_row_bytes(len(outputs), *head.shape, head.dtype, kernel.overwrites))
     norm_weights = () if norm is None else norm.parameters()
     surrogate, cross_entropy, overlap, correct, sampled = _Distill.apply(
         weights,

@@ -13,9 +13,9 @@ from eagle3.attention.ring import RingMode
 from eagle3.attention.ttt import TTTAttention
 from eagle3.draft.model import Eagle3Draft
 from eagle3.draft.pointwise import Pointwise
-from eagle3.objective.distill import Distilled, StepWeights, Teacher, distill
+from eagle3.objective.distill import Distilled, StepWeights, Teacher, distill, rows_at_once
 from eagle3.objective.losses import BatchCounts
-from eagle3.objective.recompute import MemoryPlan, chunk_tokens
+from eagle3.objective.recompute import MemoryPlan, chunk_token_bytes
 from eagle3.objective.softmaxes import LossKernel
 from eagle3.objective.streaming import Residence, StreamedRows
 from eagle3.objective.unroll import UnrollInputs, unroll, unroll_inputs
@@ -133,7 +133,8 @@ class DraftObjective(nn.Module):
         super().__init__()
         self.draft, self.tensor, self.memory, self.pointwise = draft, topology.tensor, memory, kernels.pointwise
         self.loss_kernel = kernels.loss
-        self.chunk = chunk_tokens(draft.draft_config, self.tensor.size(), draft.fc.weight.dtype, memory.block_bytes)
+        each = chunk_token_bytes(draft.draft_config, self.tensor.size(), draft.fc.weight.dtype)
+        self.chunk = rows_at_once(memory.block_bytes, each)
         self.attention = TTTAttention.over(
             topology.ulysses, topology.ring, draft.scale, ring_mode, kernels.blocks, kernels.own
         )

@@ -39,11 +39,6 @@ def chunk_token_bytes(config: DraftConfig, tensor: int, dtype: torch.dtype) -> i
     return dtype.itemsize * wide + 2 * max(4, dtype.itemsize) * config.hidden_size
 
 
-def chunk_tokens(config: DraftConfig, tensor: int, dtype: torch.dtype, block_bytes: int) -> int:
-    """Tokens in one chunk of position-wise work."""
-    return max(1, block_bytes // chunk_token_bytes(config, tensor, dtype))
-
-
 class Cut(NamedTuple):
     """One chunk of position-wise work."""
 

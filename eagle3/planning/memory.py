@@ -10,8 +10,8 @@ from collections import Counter
 
 from eagle3.attention.cuda import heads_at_once
 from eagle3.attention.schedule import BAND_ROWS, KEY_BLOCK, QUERY_BLOCK
-from eagle3.objective.distill import loss_row_bytes, loss_rows
-from eagle3.objective.recompute import chunk_token_bytes, chunk_tokens
+from eagle3.objective.distill import loss_row_bytes, rows_at_once
+from eagle3.objective.recompute import chunk_token_bytes
 from eagle3.planning.step import Planned, RankShare
 
 # Kind of data -> bytes, in one phase of a step.
@@ -64,7 +64,8 @@ class _Rank:
         draft, sizes, size, exact = planned.draft, planned.sizes, planned.itemsize, planned.exact
         # Short names for what many phases depend on:
         self.size, self.exact, self.weights, self.recompute = size, exact, planned.weights, planned.memory.recompute
-        self.block_rows = chunk_tokens(draft, sizes.tensor, planned.dtype, planned.memory.block_bytes)
+        self.chunk_row = chunk_token_bytes(draft, sizes.tensor, planned.dtype)
+        self.block_rows = rows_at_once(planned.memory.block_bytes, self.chunk_row)
         # One hidden state for every query.
         self.hidden = share.queries * draft.hidden_size * size
         # One step's q, or attention's output, which has the same size.
@@ -93,7 +94,7 @@ class _Rank:
         self.loss_row = loss_row_bytes(
             planned.steps, planned.columns, draft.hidden_size, planned.dtype, planned.device != "cuda"
         )
-        self.loss_rows = loss_rows(planned.memory.block_bytes, self.loss_row)
+        self.loss_rows = rows_at_once(planned.memory.block_bytes, self.loss_row)
 
     def phases(self) -> list[Bytes]:
         """The phases of a step that may be the peak."""
@@ -201,10 +202,7 @@ class _Rank:
 
     def parts(self, rows: int, wide: bool = True) -> int:
         """Memory of one chunk of position-wise work. wide: whether the work includes the MLP."""
-        planned = self.planned
-        each = chunk_token_bytes(planned.draft, planned.sizes.tensor, planned.dtype)
-        if not wide:
-            each = 10 * planned.draft.hidden_size * self.size + self.norm(2, 1, 2)
+        each = self.chunk_row if wide else 10 * self.planned.draft.hidden_size * self.size + self.norm(2, 1, 2)
         return min(rows, self.block_rows) * each
 
     def freed(self, attended: bool) -> int:

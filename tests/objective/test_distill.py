@@ -4,7 +4,7 @@ import pytest
 import torch
 from distill_cases import HIDDEN, STEPS, WEIGHTS, random_rows
 
-from eagle3.objective.distill import StepSums, Teacher, distill, loss_row_bytes, loss_rows
+from eagle3.objective.distill import StepSums, Teacher, distill, loss_row_bytes, rows_at_once
 
 
 def _dense(outputs, head, teacher, query_of):
@@ -116,9 +116,9 @@ def test_the_chance_that_sampling_wrote_a_token_by_accepting_it_equals_dense_sof
 @pytest.mark.parametrize("vocabulary", [100, 32_000, 151_936])
 def test_a_block_takes_as_many_rows_as_its_budget_holds_and_one_at_least(vocabulary, dtype):
     each = loss_row_bytes(7, vocabulary, 64, dtype)
-    rows = loss_rows(2**26, each)
+    rows = rows_at_once(2**26, each)
     assert rows * each <= 2**26 < (rows + 1) * each
-    assert loss_rows(1, each) == 1
+    assert rows_at_once(1, each) == 1
 
 
 @every_weight

@@ -14,7 +14,7 @@ from tiny_run import run_script
 from torch import Tensor
 
 from eagle3.draft.interchange import exported_tensors
-from eagle3.objective.distill import loss_row_bytes, loss_rows
+from eagle3.objective.distill import loss_row_bytes, rows_at_once
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 CASES = [(dtype, name) for dtype in DTYPES for name in case_names(dtype)]
@@ -94,7 +94,7 @@ def test_the_cases_hold_what_they_are_named_for():
 def blocks_of_several(world: int) -> int:
     """How many blocks the case of several blocks has on each rank."""
     case = make_case("several blocks", torch.float64)
-    rows = loss_rows(case.block_bytes, loss_row_bytes(STEPS, len(case.rows.head) // world, HIDDEN, torch.float64))
+    rows = rows_at_once(case.block_bytes, loss_row_bytes(STEPS, len(case.rows.head) // world, HIDDEN, torch.float64))
     return -(-len(case.rows.teacher.best) // rows)
 
 
