@@ -23,7 +23,6 @@ def prove_pointwise(
 
 
 def _case(demand: KernelDemand, device: torch.device, heads: Sequence[int], rows: int, width: int) -> Case:
-    """Both, with the gradients of their results."""
     draw, head_dim = drawing(demand, device, seed=rows), demand.head_dim
     x, d_out = draw(rows, 2 * width), draw(rows, width)
     projected = draw(rows, sum(heads) * head_dim, dtype=demand.exact)

@@ -198,10 +198,9 @@ def loss_gradient(
 
 
 class FusedSoftmaxes:
-    """For fp32 logits on CUDA."""
+    """For fp32 logits on CUDA. Ranks share one MAX and one SUM all-reduce, as in PlainSoftmaxes."""
 
     def __init__(self, draft: Tensor, teacher: Tensor, teacher_lse: Tensor, group: dist.ProcessGroup) -> None:
-        """Ranks share one MAX and one SUM all-reduce, as in PlainSoftmaxes."""
         self.draft, self.teacher, self.teacher_lse, self.group = draft, teacher, teacher_lse, group
         self.peaks, self.totals, product, self.best = loss_statistics(draft, teacher)
         part = q_total = self.totals[-1]

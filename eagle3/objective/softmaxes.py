@@ -23,10 +23,9 @@ def share_peaks(tops: Tensor, best: Tensor, columns: int, group: dist.ProcessGro
 
 
 class PlainSoftmaxes:
-    """In place of the logits, one step at a time, to save memory."""
+    """In place of the logits, one step at a time, to save memory. Ranks share one MAX and one SUM all-reduce."""
 
     def __init__(self, draft: Tensor, teacher: Tensor, teacher_lse: Tensor, group: dist.ProcessGroup) -> None:
-        """Ranks share one MAX and one SUM all-reduce."""
         self.full, self.group = torch.exp(teacher - teacher_lse[:, None]), group
         top, self.best = draft.max(-1)
         peaks = torch.cat((top, teacher.amax(-1)[None]))

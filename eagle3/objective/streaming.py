@@ -14,9 +14,7 @@ Residence = Literal["device", "host"]
 
 @dataclass
 class _Slot:
-    """A buffer on the device."""
-
-    buffer: Tensor
+    buffer: Tensor  # on the device
     rows: slice | None = None  # those in it or on their way, until they are read
     filled: "torch.cuda.Event | None" = None  # when `rows` are there
     used: "torch.cuda.Event | None" = None  # when the reader of its previous content is done

@@ -272,7 +272,6 @@ class Trainer:
 
     @torch.no_grad()
     def _without_gradients(self, stream: LoadedStream[MicroBatch]) -> Distilled:
-        """Runs this rank's share of a stream, without gradients."""
         nothing = torch.zeros(self.training.ttt_steps, dtype=torch.float64)
         return self.engine.module(self._placed(stream), StepWeights(nothing, nothing))
 

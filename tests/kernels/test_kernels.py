@@ -21,19 +21,7 @@ from eagle3.draft.rope import Rotation
 from eagle3.errors import UserError
 from eagle3.kernels import choice
 from eagle3.kernels.attention import prove_own
-from eagle3.kernels.choice import (
-    LOSS,
-    OTHERS,
-    OWN,
-    POINTWISE,
-    _pinned,
-    agreement,
-    changes,
-    choose_kernels,
-    parsed,
-    pick,
-    prove,
-)
+from eagle3.kernels.choice import LOSS, OTHERS, OWN, POINTWISE, agreement, changes, choose_kernels, parsed, pick, prove
 from eagle3.kernels.proof import KernelDemand, KernelVerdict
 from eagle3.objective.fused import FUSED
 from eagle3.objective.softmaxes import PLAIN
@@ -215,7 +203,7 @@ def test_on_a_cpu_the_choice_is_fixed_and_a_kernel_can_be_pinned(topology, tmp_p
 
 def test_a_pinned_kernel_computes_what_it_can_and_the_usual_ones_the_rest():
     blocks = block_candidates(torch.device("cuda"), torch.bfloat16, 16)
-    of = _pinned({**blocks, OWN: [PLAIN_OWN], POINTWISE: [PLAIN_POINTWISE], LOSS: [PLAIN]}, "efficient")
+    of = choice._pinned({**blocks, OWN: [PLAIN_OWN], POINTWISE: [PLAIN_POINTWISE], LOSS: [PLAIN]}, "efficient")
     assert {kind: [each.name for each in kernels] for kind, kernels in of.items()} == {
         **dict.fromkeys(KINDS, ["efficient"]),
         **dict.fromkeys(("banded", "windowed"), []),
