@@ -188,18 +188,11 @@ def test_draft_vocabularies_full_and_small_equal_the_definition(topology, size):
 
 @every_normalization
 @every_loss
-def test_every_loss_in_every_normalization_equals_the_definition(topology, loss, normalization):
-    config = LossConfig(loss, normalization=normalization, kl_scale=0.7)
-    _check(random_case(UNEQUAL, seed=14), topology, config=config)
-
-
-@every_normalization
-@every_loss
-def test_accumulated_streams_equal_one_packed_stream_and_the_definition(topology, loss, normalization):
+def test_every_loss_of_streams_equals_that_of_one_packed_stream_and_the_definition(topology, loss, normalization):
     """The second stream has no supervision at some steps, the third has none at all."""
     case = random_case((*UNEQUAL, [1, 1], [0] * 5), seed=15)
     split = (case.documents[:4], case.documents[4:5], case.documents[5:])
-    config = LossConfig(loss, normalization=normalization)
+    config = LossConfig(loss, normalization=normalization, kl_scale=0.7)
     accumulated = _check(case, topology, config=config, streams=split)
     packed = train_case(case, topology, torch.float64, 7, config)
     for name, gradient in packed.gradients.items():

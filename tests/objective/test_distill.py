@@ -121,21 +121,6 @@ def test_a_block_takes_as_many_rows_as_its_budget_holds_and_one_at_least(vocabul
     assert rows_at_once(1, each) == 1
 
 
-@every_weight
-def test_the_norm_before_lm_head_is_differentiated_too(topology, weights):
-    outputs, head, *rest = random_rows(37, 40, VOCABULARY, seed=5)
-    norm = torch.nn.RMSNorm(HIDDEN, dtype=torch.float64)
-    with torch.no_grad():
-        norm.weight.copy_(torch.linspace(0.5, 2, HIDDEN))
-    leaves = (outputs, head, norm.weight)
-    normed = distill(norm(outputs), head, *rest, weights, topology.tensor).surrogate
-    gradients = torch.autograd.grad(normed, leaves)
-    within = distill(outputs, head, *rest, weights, topology.tensor, norm, block_bytes=SIXTEEN_ROWS).surrogate
-    assert torch.allclose(within, normed, rtol=1e-13)
-    for actual, gradient in zip(torch.autograd.grad(within, leaves), gradients, strict=True):
-        assert (actual - gradient).abs().max() < 1e-12 * gradient.abs().max()
-
-
 def test_gradients_are_handed_out_once(topology):
     """Gradients are scaled in place, so a second backward pass must not scale them again."""
     surrogate = distill(*random_rows(8, 9, VOCABULARY), WEIGHTS["both"], topology.tensor).surrogate
