@@ -231,9 +231,8 @@ class _Distill(torch.autograd.Function):
             best[:, block], terms[0, :, block] = softmaxes.best, softmaxes.cross_entropy
             if follows:
                 ratios[:, block] -= torch.where(here, softmaxes.logsumexp, 0)
-            terms[1, :, block], d_logits = softmaxes.finish(
-                None if gradients is None else factors[..., block], overlaps, head.dtype
-            )
+            of_block = None if gradients is None else factors[..., block]
+            terms[1, :, block], d_logits = softmaxes.finish(of_block, overlaps, head.dtype)
             if gradients is not None:
                 gradients.add(d_logits, hidden, normed, head, query_of[:, block])
             del softmaxes, d_logits, hidden, selected, normed  # free them before the next block allocates its own
@@ -248,9 +247,8 @@ class _Distill(torch.autograd.Function):
         surrogate = (sums * weights_of_steps).sum()
         if gradients is not None:
             norm_gradients = [g.to(w.dtype) for g, w in zip(gradients.norm, gradients.norm_weights, strict=True)]
-            ctx.save_for_backward(
-                gradients.head.to(head.dtype), *(whole[:-1] for whole in gradients.outputs), *norm_gradients
-            )
+            of_outputs = (whole[:-1] for whole in gradients.outputs)
+            ctx.save_for_backward(gradients.head.to(head.dtype), *of_outputs, *norm_gradients)
         sampled = torch.where(teacher.written >= 0, ratios.clamp(max=0).exp(), 0) if follows else None
         ctx.mark_non_differentiable(cross_entropy, overlap, correct)
         return surrogate.to(exact), cross_entropy, overlap, correct, sampled

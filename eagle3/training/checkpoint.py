@@ -80,12 +80,13 @@ class Checkpoints:
             partial, first = self.folder / f"{_name(step)}.partial", dist.get_rank() == 0
             _remove(partial if first else None)
             dist.barrier()
+            state = {"step": step, "progress": progress, **_random_state()}
             with collect_failures(engine) as failures:
                 try:
                     engine.save_checkpoint(
                         str(self.folder),
                         partial.name,
-                        client_state={"step": step, "progress": progress, **_random_state()},
+                        client_state=state,
                         save_latest=False,
                         exclude_frozen_parameters=True,
                     )
@@ -117,9 +118,8 @@ class Checkpoints:
             files = sorted(path for path in partial.rglob("*") if path.is_file())
             for path in files:
                 flush(path)
-            manifest = CheckpointManifest(
-                run=self.run, files={path.relative_to(partial).as_posix(): file_digest(path) for path in files}
-            )
+            digests = {path.relative_to(partial).as_posix(): file_digest(path) for path in files}
+            manifest = CheckpointManifest(run=self.run, files=digests)
             write_text(partial / MANIFEST, manifest.model_dump_json(indent=1))
             _remove(self.path(step))  # left by a run that was resumed from an earlier step
             publish(partial, self.path(step))
@@ -262,16 +262,12 @@ def _converted(path: Path) -> Iterator[Path]:
     def convert() -> None:
         _remove(folder)
         folder.mkdir()
-        process = subprocess.run(
-            (
-                *(sys.executable, "-m", safe_loading.__name__),
-                *("--input_folder", str(path), "--output_folder", str(universal)),
-                *("--num_extract_workers", "1", "--num_merge_workers", "1"),  # do not start further processes
-            ),
-            capture_output=True,
-            text=True,
-            check=False,
+        command = (
+            *(sys.executable, "-m", safe_loading.__name__),
+            *("--input_folder", str(path), "--output_folder", str(universal)),
+            *("--num_extract_workers", "1", "--num_merge_workers", "1"),  # do not start further processes
         )
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
         if process.returncode:
             error = (process.stderr.strip().splitlines() or ["it said nothing"])[-1]
             raise UserError(

@@ -74,11 +74,9 @@ class Trainer:
         """Trains to the last step, starting from the newest intact checkpoint if `resume`. If any rank got a signal in
         `stop`, writes a checkpoint and raises RunStopped on every rank."""
         start = self._resume() if resume else 0
-        require_agreement(  # before the ranks train on different samples
-            "order of the samples",
-            self.train_loader.order_identity(self._batch(start)),
-            "clear data.cache_dir on that node and start again",
-        )
+        # before the ranks train on different samples
+        order = self.train_loader.order_identity(self._batch(start))
+        require_agreement("order of the samples", order, "clear data.cache_dir on that node and start again")
         config, tracking, run = self.recipe.model_dump(mode="json"), self.recipe.tracking, self.checkpoints.run
         tracker = agreed(lambda: Tracker(self.folder.path, tracking, run, config, self.console), self.topology.is_first)
         self.console(
@@ -100,8 +98,13 @@ class Trainer:
                 seconds = time.monotonic() - step_start
                 busy += seconds
                 speed, memory = metrics.tokens / seconds, memory_gib(self.topology.device)
-                measured = {"learning_rate": rate, "gradient_norm": outcome.norm, "tokens_per_second": speed}
-                tracker.write(done, "train", {**vars(metrics), **measured, "memory_gib": memory})
+                measured = {
+                    "learning_rate": rate,
+                    "gradient_norm": outcome.norm,
+                    "tokens_per_second": speed,
+                    "memory_gib": memory,
+                }
+                tracker.write(done, "train", vars(metrics) | measured)
                 self.console(
                     f"step {done}/{self.steps}  loss {metrics.loss:.4f}  accuracy {metrics.accuracy[0]:.3f}  "
                     f"rate {rate:.2e}  norm {outcome.norm:.3f}  {speed:,.0f} tokens/s  {memory:.1f} GiB  "
@@ -206,11 +209,8 @@ class Trainer:
         if tracker:
             counts = {"skipped": self.course.skipped, "in_a_row": self.course.skipped_in_a_row}
             tracker.write(step + 1, "skipped", {"gradient_norm": outcome.norm, **counts, "samples": samples})
-        norm = (
-            f"{outcome.norm:.4g}, above training.skip_above_norm {self.training.skip_above_norm:g}"
-            if math.isfinite(outcome.norm)
-            else "not finite"
-        )
+        limit = f"{outcome.norm:.4g}, above training.skip_above_norm {self.training.skip_above_norm:g}"
+        norm = limit if math.isfinite(outcome.norm) else "not finite"
         warning = f"step {step + 1}, skipped for its gradient norm, {norm}, with the samples {', '.join(samples)}"
         self.console.warn(warning)
         if self.course.skipped_in_a_row >= self.training.most_skipped:
@@ -251,19 +251,15 @@ class Trainer:
         if best:
             self.course.best_step, self.course.best_acceptance = step, greedy.length
         if tracker:
-            tracker.write(
-                step,
-                "held_out",
-                vars(metrics)
-                | {
-                    "draft_tokens": chain,
-                    "acceptance_length": greedy.length,
-                    "acceptance_length_sampled": sampled.length,
-                    "contexts": contexts,
-                    "acceptance_by_context": greedy.lengths(),
-                    "verifications_by_context": greedy.verifications.tolist(),
-                },
-            )
+            numbers = {
+                "draft_tokens": chain,
+                "acceptance_length": greedy.length,
+                "acceptance_length_sampled": sampled.length,
+                "contexts": contexts,
+                "acceptance_by_context": greedy.lengths(),
+                "verifications_by_context": greedy.verifications.tolist(),
+            }
+            tracker.write(step, "held_out", vars(metrics) | numbers)
             self.console(
                 f"held out: loss {metrics.loss:.4f}  acceptance length {greedy.length:.3f} with {chain} draft tokens"
                 f"{'  (best so far)' if best else ''}"
