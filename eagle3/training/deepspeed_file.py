@@ -33,10 +33,6 @@ def read_deepspeed_file(path: Path, training: Training, data_ranks: int) -> dict
 
     Raises UserError if the file and the recipe disagree, or if the file asks for something that is not supported.
     """
-    if path.suffix in (".yaml", ".yml"):
-        raise SharedUserError(
-            f"--deepspeed {path}: takes a DeepSpeed file in JSON, such as {ZERO2}; name a recipe without --deepspeed"
-        )
     remedy = f"pass --deepspeed {ZERO2}"
     config = read_json_object(path, remedy, f"fix the file, or {remedy}", SharedUserError)
     required = {
