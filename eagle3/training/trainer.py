@@ -169,7 +169,7 @@ class Trainer:
     def _train_step(self, step: int) -> tuple[Metrics, float, StepOutcome]:
         """Takes one optimiser step. Returns its metrics, its learning rate and its outcome."""
         samples, accumulation = self.train_loader.samples, self.training.accumulation
-        batch = self._batch(step)
+        batch, scale = self._batch(step), gradient_scale(self.topology.data.size(), accumulation)
         self.watchdog.at(f"step {step + 1}, loading hidden states")
         streams = self.train_loader.load(batch, accumulation)
         if step + 1 < self.steps:
@@ -181,7 +181,6 @@ class Trainer:
         weights = step_weights(self.loss_config, counts, needed)
         rate = self.engine.get_lr()[0]
         sums: list[StepSums] = []
-        scale = gradient_scale(self.topology.data.size(), accumulation)
         for number, stream in enumerate(streams):  # one at a time is on the device
             self.watchdog.at(f"step {step + 1}, stream {number + 1} of {accumulation}")
             distilled = self.engine(self._placed(stream), weights)
