@@ -168,15 +168,6 @@ def test_a_run_stopped_half_way_goes_on_where_it_was_to_the_same_target(tmp_path
     assert any(isinstance(line, Warned) and "does not fit its digest" in line for line in lines) == damaged
 
 
-def test_what_a_killed_run_left_is_not_taken_for_a_target(tmp_path):
-    name = _demo(tmp_path / "elsewhere").name
-    leftover = tmp_path / f".{name}-abc" / name
-    leftover.mkdir(parents=True)
-    (leftover / "config.json").write_text("{}")
-    folder = _demo(tmp_path)
-    assert folder == tmp_path / name and (folder / RECORD).is_file()
-
-
 def test_the_held_out_loss_is_that_of_the_saved_model(tmp_path):
     folder = _demo(tmp_path, steps=8)
     record, model = _record(folder), AutoModelForCausalLM.from_pretrained(folder)

@@ -12,10 +12,8 @@ import yaml
 from places import FAMILIES, RECIPES, ZERO2
 from transformers import GPT2Config, MambaConfig
 
-from eagle3.errors import UserError
 from eagle3.jobs.new_recipe import BEGIN, NODE, new_recipe_text, planned
 from eagle3.recipe.loading import load_recipe
-from eagle3.targets.checkpoint import target_config
 from eagle3.targets.facts import read_facts
 
 QWEN3 = ("--target", FAMILIES / "qwen3-8b")
@@ -156,9 +154,8 @@ def test_refresh_changes_nothing_but_what_follows_from_the_keys(new_recipe, tmp_
     path.write_text(before.replace("vocab_size: 32000", "vocab_size: 16000"), encoding="utf-8")
     assert new_recipe("--refresh", path, "--target", FAMILIES / "gpt-oss-20b")[0] == 0
     after = path.read_text(encoding="utf-8")
-    assert "16,000 of 201,088 tokens" in after and after.split(BEGIN)[0] == before.split(BEGIN)[0].replace(
-        "32000", "16000"
-    )
+    assert "16,000 of 201,088 tokens" in after
+    assert after.split(BEGIN)[0] == before.split(BEGIN)[0].replace("32000", "16000")
 
 
 def changed(name: str, **changes):
@@ -194,7 +191,6 @@ GPT2, MAMBA = GPT2Config(architectures=["GPT2LMHeadModel"]), MambaConfig(archite
         (changed("qwen3-8b", hidden_size="4096"), "cannot be read (StrictDataclassFieldValidationError"),
         (changed("qwen3-8b", quantization_config="fp8"), "cannot be read (AttributeError: 'str' object has no"),
         (changed("qwen3-8b", quantization_config={"quant_method": "new"}), "does not say its bits"),
-        (changed("qwen3-8b", rope_scaling={"rope_type": "banana", "factor": 2.0}), "banana"),
         (MAMBA.save_pretrained, "num_attention_heads is None"),
         (GPT2.save_pretrained, "no list of decoder layers"),
     ],
@@ -204,13 +200,6 @@ def test_a_target_that_cannot_be_one_is_refused_with_what_is_missing(new_recipe,
     code, _, err = new_recipe("--target", tmp_path, "--out", tmp_path / "x.yaml")
     assert code == 2 and missing in err and "Traceback" not in err and not (tmp_path / "x.yaml").exists()
     assert [line for line in err.splitlines() if line.startswith("error: ")]
-
-
-def test_a_recipe_that_names_an_unknown_architecture_fails_with_what_is_missing(tmp_path):
-    """As it would in train.py, capture.py and plan.py."""
-    NO_CLASS(tmp_path)
-    with pytest.raises(UserError, match="BailingMoeV2ForCausalLM.*trust_remote_code=true"):
-        target_config(tmp_path)
 
 
 @pytest.mark.parametrize(
