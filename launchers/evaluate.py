@@ -193,7 +193,7 @@ def check_with_sglang(draft: Path, quiet: bool) -> int:
     SGLang's class does not load the whole draft."""
     require_export(draft)
     from eagle3.draft.interchange import read_exported
-    from eagle3.evaluation.export_check import check_export
+    from eagle3.targets.sglang.draft_check import check_export
 
     read_exported(draft)
     with waiting(Console(speaks=True, quiet=quiet), "asking SGLang"):

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from eagle3.console import Progress, Warned
 from eagle3.errors import UserError
@@ -87,15 +88,6 @@ class TimedAnswer(NamedTuple):
     seconds: float
 
 
-class LogitFacts(NamedTuple):
-    """Properties of a target's logits that matter to the judge."""
-
-    # How far rounding moves them depends on these two:
-    dtype: torch.dtype
-    layers: int
-    vocab_size: int  # logits per position
-
-
 def judge_by_sglang(
     exported: Path,
     options: EngineOptions,
@@ -103,13 +95,14 @@ def judge_by_sglang(
     *,
     tree: DraftTree,
     new_tokens: int,
-    logits: LogitFacts,
+    config: PretrainedConfig,
     window: int | None,
     report: Callable[[str], None],
 ) -> tuple[list[CountedConversation], bool]:
     """Decode all prompts (int64 [P]) with a server that has the draft in folder `exported` and with one without: with
     both in turn or, if they do not fit side by side, with one after the other.
 
+    config: the target's
     window: keys that a query of the draft sees; None for all
 
     Returns one conversation for each prompt, and whether both servers ran at once, so that their speeds can be compared
@@ -118,7 +111,7 @@ def judge_by_sglang(
     attention = () if torch.cuda.is_available() or options.attention else CPU_ATTENTION
     plain_flags = [*DECODING_FLAGS, *attention]
     draft_flags = [*plain_flags, *speculative_flags(str(exported), *tree, window)]
-    room = max(map(len, prompts)) + new_tokens + tree.room
+    room, dtype = max(map(len, prompts)) + new_tokens + tree.room, getattr(torch, options.dtype)
     with ExitStack() as stack:
         servers = stack.enter_context(side_by_side(options, (draft_flags, plain_flags), room, report))
         if servers:
@@ -133,7 +126,7 @@ def judge_by_sglang(
             count_conversation(
                 one,
                 other,
-                compare_by_server(plain_server, prompt, one.answer.tokens, other.answer.tokens, logits),
+                compare_by_server(plain_server, prompt, one.answer.tokens, other.answer.tokens, dtype, config),
                 tree.steps,
             )
             for prompt, one, other in zip(prompts, speculative, plain, strict=True)
@@ -241,9 +234,15 @@ def count_conversation(drafted: TimedAnswer, plain: TimedAnswer, verdict: Verdic
 
 
 def compare_by_server(
-    server: SGLangServer, prompt: Tensor, tokens: Sequence[int], plain: Sequence[int], logits: LogitFacts
+    server: SGLangServer,
+    prompt: Tensor,
+    tokens: Sequence[int],
+    plain: Sequence[int],
+    dtype: torch.dtype,
+    config: PretrainedConfig,
 ) -> Verdict:
-    """Like `eagle3.evaluation.speculative.compare`, but with scores from the server.
+    """Like `eagle3.evaluation.speculative.compare`, but with scores from the server, which runs a target of this config
+    in `dtype`.
 
     At the first difference, the server is asked for the scores of both tokens. SGLang gives log-probabilities, which
     differ from logits by a constant. A sample of them over the vocabulary, minus its mean, therefore stands in for the
@@ -252,12 +251,12 @@ def compare_by_server(
     verdict, first = first_difference(tokens, plain)
     if verdict:
         return verdict
-    sample = torch.linspace(0, logits.vocab_size - 1, min(SAMPLED_SCORES, logits.vocab_size)).long().tolist()
+    sample = torch.linspace(0, config.vocab_size - 1, min(SAMPLED_SCORES, config.vocab_size)).long().tolist()
     request = scores_request([*prompt.tolist(), *plain[:first]], [tokens[first], plain[first], *sample])
     answer = _answer(server, "/generate", Generated, request)
     scores = [score for score, *_ in answer.scores]
     spread = torch.tensor([*scores[2:], answer.best])
-    resolution = tie_resolution((spread - spread[:-1].mean()).to(logits.dtype), logits.layers)
+    resolution = tie_resolution((spread - spread[:-1].mean()).to(dtype), config.num_hidden_layers)
     return "tie" if min(scores[:2]) >= answer.best - float(resolution) else "mismatch"
 
 

@@ -26,7 +26,7 @@ from eagle3.evaluation.prompts import (
     read_prompts,
 )
 from eagle3.evaluation.results import Conditions, CountedConversation, Judgement, as_json, over_sets
-from eagle3.evaluation.sglang_judge import DraftTree, LogitFacts, judge_by_sglang
+from eagle3.evaluation.sglang_judge import DraftTree, judge_by_sglang
 from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.sglang_engine import engine_options
 from eagle3.parallel.topology import Topology
@@ -278,7 +278,7 @@ def _serve(
         prompts,
         tree=tree,
         new_tokens=decoding.new_tokens,
-        logits=LogitFacts(getattr(torch, options.dtype), config.num_hidden_layers, config.vocab_size),
+        config=config,
         window=conditions.window,
         report=console,
     )

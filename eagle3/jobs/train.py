@@ -16,7 +16,6 @@ from eagle3.draft.interchange import export_draft, load_weights, read_exported, 
 from eagle3.draft.model import Eagle3Draft
 from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
-from eagle3.evaluation.export_check import NotChecked, NotInstalled, check_export
 from eagle3.jobs.derived import config_of, shape_draft
 from eagle3.jobs.description import describe_run
 from eagle3.jobs.evaluate import held_out_prompts, judge, judgement_record, texts_of
@@ -37,6 +36,7 @@ from eagle3.recipe.schema import Recipe
 from eagle3.states.loader import StreamLoader
 from eagle3.states.store.files import open_files
 from eagle3.targets.logits import TargetHead
+from eagle3.targets.sglang.draft_check import NotChecked, NotInstalled, check_export
 from eagle3.targets.transformers import TransformersTarget
 from eagle3.text.vocabulary import save_vocabulary
 from eagle3.training.checkpoint import Checkpoints, written_otherwise

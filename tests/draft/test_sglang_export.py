@@ -21,9 +21,9 @@ from torch import Tensor
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
-from eagle3.evaluation.export_check import NotChecked, check_export
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import load_recipe
+from eagle3.targets.sglang.draft_check import NotChecked, check_export
 
 pytestmark = pytest.mark.sglang
 

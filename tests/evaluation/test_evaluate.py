@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from eagle3.console import Console, Warned
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding
-from eagle3.evaluation.export_check import NotInstalled, check_export
 from eagle3.evaluation.prompts import read_prompts
 from eagle3.evaluation.results import (
     Conditions,
@@ -33,6 +32,7 @@ from eagle3.preflight.inputs import prompt_files
 from eagle3.recipe.loading import dump_recipe, load_recipe
 from eagle3.regeneration.turns import Generation, plan_of
 from eagle3.targets.sglang.asking import Generated
+from eagle3.targets.sglang.draft_check import NotInstalled, check_export
 from eagle3.text.conversations import read_conversations
 
 TURNS = [

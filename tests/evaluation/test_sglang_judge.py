@@ -14,6 +14,7 @@ from sglang_cpu.environment import sglang_environment
 from sglang_cpu.targets import VOCABULARY, make_target
 from tiny_draft import export_as_it_is, export_trained, speculative_greedy
 from torch import Tensor
+from transformers import LlamaConfig
 
 from eagle3.console import Warned
 from eagle3.draft.interchange import read_exported
@@ -23,7 +24,6 @@ from eagle3.evaluation.acceptance import Decoding, DrawnTokens
 from eagle3.evaluation.drafter import ChainDrafter, draft_of
 from eagle3.evaluation.sglang_judge import (
     DraftTree,
-    LogitFacts,
     TimedAnswer,
     compare_by_server,
     count_conversation,
@@ -49,7 +49,7 @@ from eagle3.targets.transformers import TransformersTarget, load_target
 pytestmark = pytest.mark.sglang
 
 STEPS, NEW_TOKENS, CONTEXT = 3, 40, 512
-LOGITS = LogitFacts(torch.float32, layers=6, vocab_size=VOCABULARY)
+CONFIG = LlamaConfig(num_hidden_layers=6, vocab_size=VOCABULARY)
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def test_servers_that_do_not_fit_side_by_side_run_one_after_the_other_and_it_is_
         decoded.prompts[:2],
         tree=DraftTree.of(STEPS, 1, None),
         new_tokens=8,
-        logits=LOGITS,
+        config=CONFIG,
         window=None,
         report=lines.append,
     )
@@ -307,8 +307,8 @@ def test_a_tree_under_a_window_accepts_as_the_definition_says(decoded, windowed)
 
 def test_equal_outputs_are_identical_and_a_shorter_one_is_a_mismatch(decoded):
     prompt, tokens = decoded.prompts[0], decoded.served_plain[0].answer.tokens
-    assert compare_by_server(decoded.plain, prompt, tokens, tokens, LOGITS) == "identical"
-    assert compare_by_server(decoded.plain, prompt, tokens[:-1], tokens, LOGITS) == "mismatch"
+    assert compare_by_server(decoded.plain, prompt, tokens, tokens, torch.float32, CONFIG) == "identical"
+    assert compare_by_server(decoded.plain, prompt, tokens[:-1], tokens, torch.float32, CONFIG) == "mismatch"
 
 
 def test_another_token_is_a_tie_within_rounding_only(decoded):
@@ -322,8 +322,8 @@ def test_another_token_is_a_tie_within_rounding_only(decoded):
     gap = float(best - second)
     one_layer = float(tie_resolution(logits, 1))  # in fp32 it grows as the square root of layers
     for times, verdict in ((0.5, "mismatch"), (2.0, "tie")):
-        facts = LOGITS._replace(layers=round((times * gap / one_layer) ** 2))
-        assert compare_by_server(decoded.plain, prompt, other, plain.tokens, facts) == verdict
+        config = LlamaConfig(num_hidden_layers=round((times * gap / one_layer) ** 2), vocab_size=VOCABULARY)
+        assert compare_by_server(decoded.plain, prompt, other, plain.tokens, torch.float32, config) == verdict
 
 
 def test_an_answer_without_room_is_refused(decoded):

@@ -1,12 +1,12 @@
-"""Load an exported draft into SGLang's own draft class, and check that every weight is loaded.
+"""Load an exported draft into SGLang's own draft class, in a process of its own, and check that every weight is loaded.
 
-    python -m eagle3.targets.sglang.draft_check FOLDER
-
-Prints one line to stdout and exits with 0, or one line to stderr and exits with 2. The check is needed because SGLang's
-loader silently skips names that it does not know, and leaves missing weights uninitialised. It needs neither a GPU nor
-the target.
+That process is this module as a program, with the folder as its only argument. It prints one line to stdout and exits
+with 0, or one line to stderr and exits with 2. The check is needed because SGLang's loader silently skips names that it
+does not know, and leaves missing weights uninitialised. It needs neither a GPU nor the target.
 """
 
+import os
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -19,22 +19,62 @@ from transformers import AutoConfig
 from eagle3.draft.config import DraftConfig, read_draft_config
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError, run_command
-from eagle3.targets.sglang.asking import require_supported
+from eagle3.targets.sglang.asking import INSTALL, is_installed, require_supported
+from eagle3.targets.sglang.server import without_launcher
 from eagle3.targets.sglang.version import DRAFT_CLASS, why_not_served
 
 REMEDY = "export the draft again (train.py --resume does so from the checkpoints of a run)"
 EMBEDDING = "embed_tokens.weight"  # if the export lacks it, serving uses the target's
 VOCABULARY = ("d2t", "t2d")
+CHECK_SECONDS = 600.0
+
+
+class NotChecked(UserError):
+    """Raised if the draft was not checked, because SGLang is not installed or does not start here."""
+
+
+class NotInstalled(NotChecked):
+    """Raised if the draft was not checked, because SGLang is not installed."""
 
 
 def main() -> None:
-    if len(sys.argv) != 2:
-        raise UserError("draft_check: name one folder with config.json and model.safetensors")
-    require_supported(version("sglang"), "this environment")
     folder = Path(sys.argv[1])
-    require_known(read_draft_config(folder / "config.json"), folder)
     start_runtime(folder)
     print(check_draft(folder), flush=True)
+
+
+def check_export(folder: Path) -> str:
+    """Have SGLang check the export in `folder`. Returns its verdict as one line. Raises UserError if SGLang would not
+    serve the draft correctly, and NotChecked if it cannot be asked, or does not serve such drafts at all."""
+    if why := why_not_served(read_draft_config(folder / "config.json")):
+        raise NotChecked(f"{folder}: not checked: {why}; serve it with vLLM, or train a draft without it")
+    if not is_installed():
+        raise NotInstalled(
+            f"{folder}: not checked: SGLang is not installed; {INSTALL}, or run launchers/evaluate.py --check where "
+            "it is"
+        )
+    try:
+        require_supported(version("sglang"), "this environment")
+    except UserError as refusal:
+        raise NotChecked(f"{folder}: not checked: {refusal}") from refusal
+    try:
+        run = subprocess.run(
+            [sys.executable, "-m", "eagle3.targets.sglang.draft_check", str(folder)],
+            capture_output=True,
+            text=True,
+            env=without_launcher(os.environ),
+            timeout=CHECK_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise NotChecked(f"{folder}: not checked: SGLang did not load in {CHECK_SECONDS:.0f} s; try again") from None
+    if run.returncode == 0:
+        return run.stdout.splitlines()[-1]
+    errors = run.stderr.splitlines()
+    messages = [line.removeprefix("error: ") for line in errors if line.startswith("error: ")]
+    if run.returncode == 2 and messages:
+        raise UserError(messages[-1])
+    last = next((line.strip() for line in reversed(errors) if line.strip()), "it said nothing")
+    raise NotChecked(f"{folder}: not checked: SGLang does not start here (exit code {run.returncode}: {last})")
 
 
 def check_draft(folder: Path) -> str:
