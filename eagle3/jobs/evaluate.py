@@ -18,7 +18,6 @@ from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.context_results import BestRate, ContextJudgement
 from eagle3.evaluation.drafter import check_belongs
-from eagle3.evaluation.judge import judge_by_context, judge_export
 from eagle3.evaluation.prompts import (
     choose_prompts,
     longest_prompt,
@@ -27,6 +26,7 @@ from eagle3.evaluation.prompts import (
 )
 from eagle3.evaluation.results import Conditions, CountedConversation, Judgement, as_json, over_sets
 from eagle3.evaluation.sglang_judge import DraftTree, judge_by_sglang
+from eagle3.evaluation.speculative import judge_by_context, judge_export
 from eagle3.jobs.job import Inputs, KnownTarget, choices_of, start_target
 from eagle3.jobs.sglang_engine import engine_options
 from eagle3.parallel.topology import Topology

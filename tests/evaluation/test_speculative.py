@@ -43,9 +43,8 @@ from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.drafter import ChainDrafter, draft_of, untrained_draft
-from eagle3.evaluation.judge import judge_export
 from eagle3.evaluation.results import as_json
-from eagle3.evaluation.speculative import TargetSession, compare, plain_decoding, tie_resolution
+from eagle3.evaluation.speculative import TargetSession, compare, judge_export, plain_decoding, tie_resolution
 from eagle3.parallel.topology import Topology
 from eagle3.targets.logits import TargetHead
 from eagle3.targets.transformers import TransformersTarget, load_target
