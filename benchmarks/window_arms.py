@@ -272,15 +272,14 @@ def acceptance_table(
 
 def png_of(acceptance: dict[str, Any]) -> bytes:
     """acceptance: arm -> context -> [measured, low, high]."""
-    from eagle3.reporting.charts import contexts_plot, curve_series
-    from eagle3.reporting.plot import COLOURS, image
-    from eagle3.reporting.record import Curve
+    from eagle3.reporting.charts import contexts_plot
+    from eagle3.reporting.plot import COLOURS, Series, image
 
     series = []
     for (name, by_context), colour in zip(acceptance.items(), COLOURS, strict=False):
         values = np.array([*by_context.values()])
-        series.append(curve_series(name, Curve(np.array([*by_context]), values[:, 0], values[:, 1:]), colour))
-    return image(contexts_plot("acceptance-by-context", series, ""), "png")
+        series.append(Series(name, np.array([*by_context]), values[:, 0], colour, dotted=True, band=values[:, 1:]))
+    return image(contexts_plot("acceptance-by-context", series), "png")
 
 
 def difference_table(title: str, by_name: dict[str, dict[int, list[float]]]) -> str:

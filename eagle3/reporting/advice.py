@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eagle3.reporting.record import RunRecord, column, estimated_curve, mean, measured_curve, tokens_label
+from eagle3.reporting.charts import estimated_curve, measured_curve
+from eagle3.reporting.record import RunRecord, column, mean, tokens_label
 
 LEAST_SUPERVISED = 0.05  # least share of supervised tokens
 FEW_SUPERVISED = 1_000_000  # number of tokens; EAGLE3's own drafts saw hundreds of millions
@@ -178,16 +179,16 @@ def _far_from_held_out(run: RunRecord) -> Iterator[Advice]:
 
 def _falls_with_context(run: RunRecord) -> Iterator[Advice]:
     """Finds a curve that ends far below its best point, by more than chance explains."""
-    curve, how = (measured_curve(run.by_context), "measured") if run.by_context else (estimated_curve(run), "estimated")
-    known = np.flatnonzero(np.isfinite(curve.lengths)) if curve else []
+    curve = measured_curve(run.by_context) if run.by_context else estimated_curve(run)
+    known = np.flatnonzero(np.isfinite(curve.y)) if curve else []
     if len(known) < 2:
         return
-    best, last = known[np.argmax(curve.lengths[known])], known[-1]
-    chance = curve.interval[last][1] >= curve.interval[best][0]  # False if an interval is unknown
-    if curve.lengths[last] < FALL * curve.lengths[best] and not chance:
-        near, far = (f"{curve.lengths[place]:.2f} at {tokens_label(curve.contexts[place])}" for place in (best, last))
+    best, last = known[np.argmax(curve.y[known])], known[-1]
+    chance = curve.band is not None and curve.band[last][1] >= curve.band[best][0]  # False if one is unknown
+    if curve.y[last] < FALL * curve.y[best] and not chance:
+        near, far = (f"{curve.y[place]:.2f} at {tokens_label(curve.x[place])}" for place in (best, last))
         yield Advice(
-            f"Acceptance length falls from {near} tokens to {far} ({how}).",
+            f"Acceptance length falls from {near} tokens to {far} ({curve.label}).",
             "Train on samples as long as those to be served, and look at the draft's rope.",
             ("data.max_length", "data.train", "model.draft.rope_parameters"),
         )

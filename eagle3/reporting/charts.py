@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.ticker import FixedLocator
 
 from eagle3.console import counted
+from eagle3.evaluation.context_results import ContextJudgement
 from eagle3.planning.payoff import ESTIMATED
 from eagle3.reporting.plot import (
     BLUE,
@@ -31,17 +32,14 @@ from eagle3.reporting.plot import (
     trend,
 )
 from eagle3.reporting.record import (
-    Curve,
     RunRecord,
     column,
     columns,
-    curve_text,
-    estimated_curve,
     mean,
-    measured_curve,
     tokens_label,
 )
 
+FEW = 700  # verifications; with fewer, the acceptance length is uncertain by more than about 0.05
 TRAINING, HELD_OUT = "training", "held out"
 ABOUT_HELD_OUT = "Tokens produced per pass of the target, if the held-out answers were decoded greedily."
 ABOUT_RATE = (
@@ -164,14 +162,33 @@ def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
     )
 
 
-def curve_series(label: str, curve: Curve, colour: str, look: str = "line") -> Series:
-    """A series of acceptance lengths by context, with the confidence interval if known."""
-    band = curve.interval if np.isfinite(curve.interval).any() else None
-    return Series(label, curve.contexts, curve.lengths, colour, look, dotted=True, band=band)
+def measured_curve(judged: ContextJudgement, label: str = "measured", colour: str = VERMILLION) -> Series:
+    """Acceptance lengths by context, with their confidence intervals if known."""
+    rows = [(each.context, each.acceptance_length, *(each.interval or (np.nan, np.nan))) for each in judged.contexts]
+    contexts, lengths, *ends = np.array(rows).T
+    band = np.stack(ends, 1) if any(each.interval for each in judged.contexts) else None
+    return Series(label, contexts, lengths, colour, dotted=True, band=band)
 
 
-def contexts_plot(name: str, series: Sequence[Series], summary: str) -> Plot:
+def estimated_curve(run: RunRecord) -> Series | None:
+    """Acceptance lengths by context in the exported draft's held-out record. nan for contexts with fewer than FEW
+    verifications; None if all have fewer."""
+    names = ("contexts", "acceptance_by_context", "verifications_by_context")
+    contexts, lengths, verifications = (columns([run.exported], name)[0] for name in names)
+    known = verifications >= FEW
+    if not len(contexts) or not (known & np.isfinite(lengths)).any():
+        return None
+    lengths = np.where(known, lengths, np.nan)
+    return Series("estimated from hidden states, greedy", contexts, lengths, BLUE, "dashed", dotted=True)
+
+
+def contexts_plot(name: str, series: Sequence[Series]) -> Plot:
     title = "Acceptance length by context"
+    summary = "; ".join(
+        f"{curve.label} "
+        + ", ".join(f"{y:.2f} at {tokens_label(x)}" for x, y in zip(curve.x, curve.y, strict=True) if np.isfinite(y))
+        for curve in series
+    )
     bands = [each.band for each in series if each.band is not None]
     return Plot(
         name,
@@ -187,11 +204,9 @@ def contexts_plot(name: str, series: Sequence[Series], summary: str) -> Plot:
 
 def _contexts(run: RunRecord, name: str, _: str) -> Plot | None:
     real, estimated = run.by_context, estimated_curve(run)
-    curves = [("real decoding", f", {real.rule}", measured_curve(real), VERMILLION, "line")] if real else []
-    curves += [("estimated", " from hidden states, greedy", estimated, BLUE, "dashed")] if estimated else []
-    series = [curve_series(label + how, curve, colour, look) for label, how, curve, colour, look in curves]
-    summary = "; ".join(f"{label} {curve_text(curve)}" for label, _, curve, *_ in curves)
-    return contexts_plot(name, series, summary) if series else None
+    series = [measured_curve(real, f"real decoding, {real.rule}")] if real else []
+    series += [estimated] if estimated else []
+    return contexts_plot(name, series) if series else None
 
 
 def pay_off_plot(name: str, series: Sequence[Series], about: str, summary: str) -> Plot:

@@ -11,10 +11,10 @@ from eagle3.durable import write_bytes, write_text, writing
 from eagle3.errors import UserError
 from eagle3.evaluation.context_results import ContextAcceptance, ContextJudgement
 from eagle3.evaluation.results import Judgement
-from eagle3.reporting.charts import ABOUT_HELD_OUT, about_loss, contexts_plot, curve_series, loss_label
+from eagle3.reporting.charts import ABOUT_HELD_OUT, about_loss, contexts_plot, loss_label, measured_curve
 from eagle3.reporting.markdown import Markdown, Table, escaped, summary_rows, template
 from eagle3.reporting.plot import COLOURS, Plot, Series, count_axis, image, number_axis, step_axis, thinned
-from eagle3.reporting.record import RunRecord, column, curve_text, measured_curve, read_run, tokens_label
+from eagle3.reporting.record import RunRecord, column, read_run, tokens_label
 
 WIDE = 6.4  # inches, for a document rather than a phone
 PAGE, RUNS, CONTEXTS = "comparison.html", "runs.md", "acceptance-by-context"
@@ -146,10 +146,8 @@ def compared_plots(compared: Mapping[str, RunRecord]) -> list[Plot]:
         ),
     )
     plots = [_course(coloured, over, *course) for course in courses for over in ("step", "tokens")]
-    measured = [(name, run.by_context, colour) for name, run, colour in coloured if run.by_context]
-    if curves := [(name, measured_curve(judged), colour) for name, judged, colour in measured]:
-        summary = "; ".join(f"{name} {curve_text(curve)}" for name, curve, _ in curves)
-        plots.append(contexts_plot(CONTEXTS, [curve_series(*each) for each in curves], summary))
+    if curves := [measured_curve(run.by_context, name, colour) for name, run, colour in coloured if run.by_context]:
+        plots.append(contexts_plot(CONTEXTS, curves))
     return [plot for plot in plots if plot]
 
 

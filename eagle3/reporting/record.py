@@ -39,7 +39,6 @@ WHY_ABSENT = (
     "launchers/evaluate.py --by-context writes it",
     "the run has not ended",
 )
-FEW = 700  # verifications; with fewer, the acceptance length is uncertain by more than about 0.05
 
 
 class MetricsLine(BaseModel, extra="allow", strict=True):
@@ -257,33 +256,7 @@ def source_name(source: str | Record) -> str:
     return source if known or (dataset_named(source) and not Path(source).expanduser().exists()) else Path(source).name
 
 
-# Acceptance according to the records, and how numbers are written -----------------------------------------------------
-
-
-class Curve(NamedTuple):
-    """Acceptance length by context."""
-
-    contexts: np.ndarray  # in tokens, ascending
-    lengths: np.ndarray  # [n], nan if not measured
-    interval: np.ndarray  # [n, 2], 95% confidence, or nan
-
-
-def measured_curve(judged: ContextJudgement) -> Curve:
-    """The acceptance curve of a judgement by context."""
-    rows = [(each.context, each.acceptance_length, *(each.interval or (np.nan, np.nan))) for each in judged.contexts]
-    contexts, lengths, *ends = np.array(rows).T
-    return Curve(contexts, lengths, np.stack(ends, 1))
-
-
-def estimated_curve(run: RunRecord) -> Curve | None:
-    """The acceptance curve of the exported draft's held-out record. nan for contexts with fewer than FEW verifications;
-    None if all have fewer."""
-    names = ("contexts", "acceptance_by_context", "verifications_by_context")
-    contexts, lengths, verifications = (columns([run.exported], name)[0] for name in names)
-    known = verifications >= FEW
-    if not len(contexts) or not (known & np.isfinite(lengths)).any():
-        return None
-    return Curve(contexts, np.where(known, lengths, np.nan), np.full((len(contexts), 2), np.nan))
+# How numbers are written ----------------------------------------------------------------------------------------------
 
 
 def interval_text(figures: SpeculativeResult) -> str:
@@ -293,11 +266,6 @@ def interval_text(figures: SpeculativeResult) -> str:
 
 def number(value: float | None) -> str:
     return "–" if value is None or not np.isfinite(value) else f"{value:.2f}"
-
-
-def curve_text(curve: Curve) -> str:
-    pairs = zip(curve.contexts, curve.lengths, strict=True)
-    return ", ".join(f"{length:.2f} at {tokens_label(context)}" for context, length in pairs if np.isfinite(length))
 
 
 def tokens_label(tokens: float) -> str:

@@ -1,4 +1,5 @@
-"""Write a run's report: report.html and, in report/, the charts as PNG files and the key numbers as Markdown.
+"""Write a run's report: its folder's contents as a single, self-contained HTML file that reads well on a phone and, in
+report/, the charts as PNG files and the key numbers as Markdown.
 
 When a run ends, its draft's model card is written too.
 """
@@ -7,9 +8,12 @@ import importlib.util
 from pathlib import Path
 
 from eagle3.console import Console, waiting
+from eagle3.durable import write_bytes, write_text
 from eagle3.errors import UserError, extra_command
+from eagle3.planning.payoff import tier_table
 from eagle3.reporting.card import Edited, write_card
-from eagle3.reporting.record import read_run
+from eagle3.reporting.markdown import summary, template
+from eagle3.reporting.record import read_run, target_name
 
 
 class NoMatplotlib(UserError):
@@ -23,15 +27,35 @@ def require_matplotlib() -> None:
 
 
 def write_report(path: Path) -> Path:
-    """Write the page of the run in folder `path`, and return its path.
+    """Write the report of the run in folder `path`, and return its page's path.
 
     Raises UserError if there is no run or a file is damaged, and NoMatplotlib if matplotlib is missing.
     """
     run = read_run(path)
     require_matplotlib()
-    from eagle3.reporting.page import write_page  # which imports matplotlib
+    # These import matplotlib.
+    from eagle3.reporting.advice import advise
+    from eagle3.reporting.charts import Absent, charts
+    from eagle3.reporting.plot import Plot, image
 
-    return write_page(run)
+    drawn_or_not = [*charts(run)]
+    plots = [plot for plot in drawn_or_not if isinstance(plot, Plot)]
+    html = template("page.html", autoescape=True).render(
+        run=run,
+        title=run.folder.path.resolve().name,
+        target=target_name(run),
+        charts=[(plot, image(plot, "svg")) for plot in plots],
+        missing=[each for each in drawn_or_not if isinstance(each, Absent)],
+        advice=advise(run),
+        summary=summary(run),
+        tier_table=tier_table,
+    )
+    run.folder.charts.mkdir(exist_ok=True)
+    for plot in plots:
+        write_bytes(run.folder.charts / f"{plot.name}.png", image(plot, "png"))
+    write_text(run.folder.summary, summary(run))
+    write_text(run.folder.report, html)
+    return run.folder.report
 
 
 def write_up(run: Path, console: Console) -> None:

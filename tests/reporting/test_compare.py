@@ -8,8 +8,8 @@ import pytest
 import yaml
 from report_case import by_context, change, write_json, write_run
 
+from eagle3.reporting.charts import measured_curve
 from eagle3.reporting.compare import compared_plots, contexts_table, read_compared, runs_table, write_comparison
-from eagle3.reporting.record import measured_curve
 
 COURSES = {f"{name}-by-{over}" for name in ("loss", "held-out-acceptance") for over in ("step", "tokens")}
 
@@ -138,5 +138,5 @@ def test_runs_measured_in_different_ways_are_compared_with_a_warning(pair, tmp_p
     assert "seed DIFFERS: 3 (one), 0 (other); " in written
     assert "tree DIFFERS: trees of 8 tokens, 2 branches a node (one), None (other); " in written
     assert "| 1k | 2.80 [2.70, 2.90] (300) | – |" in written and "| 2.70 (300) |" in written
-    assert measured_curve(compared["other"].by_context).contexts.tolist() == [512, 8192]
+    assert measured_curve(compared["other"].by_context).x.tolist() == [512, 8192]
     write_comparison(compared, tmp_path / "out")

@@ -28,9 +28,9 @@ from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.reporting.advice import advise
 from eagle3.reporting.card import write_card
-from eagle3.reporting.charts import charts
+from eagle3.reporting.charts import charts, estimated_curve
 from eagle3.reporting.plot import MOST_POINTS, Plot, drawn, thinned
-from eagle3.reporting.record import estimated_curve, read_run
+from eagle3.reporting.record import read_run
 from eagle3.reporting.report import write_report, write_up
 from eagle3.training.run_folder import RunFolder
 
@@ -87,7 +87,7 @@ def change_recipe(run, **sections):
 
 def render(folder):
     """The page without its drawings, which take longer."""
-    with mock.patch("eagle3.reporting.page.image", lambda plot, form: b""):
+    with mock.patch("eagle3.reporting.plot.image", lambda plot, form: b""):
         write_report(folder.path)
     return Page(folder.report.read_text(encoding="utf-8"))
 
@@ -231,7 +231,7 @@ def test_numbers_of_a_run_gone_wrong_are_drawn_too(run, loss):
 def test_the_draft_is_described_by_the_step_that_was_exported_not_by_the_best(run):
     record = read_run(run.path)
     assert record.exported["step"] == STEPS, "the best, if none was exported"
-    assert estimated_curve(record).lengths.tolist() == pytest.approx([2.8, 2.75, 2.7, 2.7, np.nan], nan_ok=True)
+    assert estimated_curve(record).y.tolist() == pytest.approx([2.8, 2.75, 2.7, 2.7, np.nan], nan_ok=True)
     rewrite(run, *({"step": step, "kind": "exported"} for step in (400, 200)))  # of two, the later one lies there
     assert read_run(run.path).exported["step"] == 200
     assert "at step 200" in render(run).text
