@@ -48,20 +48,13 @@ class ContextJudgement(Conditions):
     def over(
         cls, decoded: Mapping[int, Sequence[CountedConversation]], conditions: Conditions, new_tokens: int, report: Say
     ) -> "ContextJudgement":
-        """Sum up the conversations of each context. One in which nothing was verified is left out, with a line to
-        `report` if it has conversations. Raises UserError if no context is left."""
-        measured, left_out = [], []
-        for context, its_own in decoded.items():
-            if any(each.verifications for each in its_own):
-                measured.append(ContextAcceptance.over(its_own, conditions.seed, context=context))
-                continue
-            left_out.append(context)
-            if its_own:
-                report(f"context {context:,}: left out, the target ends all with their first token")
+        """Sum up the conversations of each context, as `over_groups` does. Raises UserError if no context is left."""
+        measured = ContextAcceptance.over_groups(decoded, "context", "context {:,}", conditions.seed, report)
         if not measured:
             raise UserError(
                 "--by-context: nothing could be measured, see above; use other conversations, or shorter --contexts"
             )
+        left_out = sorted(decoded.keys() - {each.context for each in measured})
         return cls(**vars(conditions), new_tokens=new_tokens, contexts=measured, left_out=left_out)
 
     @property

@@ -7,6 +7,7 @@ best such change is made, and all others are tried again on top of it, so that s
 
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from eagle3.console import Say, counted
 from eagle3.draft.interchange import ExportedDraft
-from eagle3.draft.rope import RotaryEmbedding, Rotation
 from eagle3.errors import UserError
 from eagle3.evaluation.drafter import draft_of
 from eagle3.evaluation.intervals import gain_interval
@@ -171,9 +171,14 @@ def diagnose(
         for change in changes(seen, around, draft_tokens):
             changed = seen._replace(**change.fields)
             measured = measure(changed)
-            interval = gain_interval(now.counts, measured.counts, seed=0)
-            least = max(LEAST_GAIN, change.least_share * now.accepted)
-            finding = ChangeEffect(change.name, change.remedy, now.accepted, measured.accepted, interval, least)
+            finding = ChangeEffect(
+                change.name,
+                change.remedy,
+                now.accepted,
+                measured.accepted,
+                gain_interval(now.counts, measured.counts, seed=0),
+                max(LEAST_GAIN, change.least_share * now.accepted),
+            )
             report(f"{change.name}: {measured.accepted:.2f}")
             trials[finding] = changed, measured
         tried = tried or sorted(trials, key=lambda finding: -finding.gain)
@@ -189,8 +194,14 @@ def diagnose(
         if made.texts is not seen.texts:
             around = replace(around, others=())  # one of them was chosen, and another would undo that
         seen = made
-    evidence = evidence_of(reading.texts, own.texts, reading.exported, vocabulary, draft_tokens)
-    return Diagnosis(draft_tokens, own.accepted, faults, tried, evidence, _notes(now))
+    return Diagnosis(
+        draft_tokens,
+        own.accepted,
+        faults,
+        tried,
+        evidence_of(reading.texts, own.texts, reading.exported, vocabulary, draft_tokens),
+        _notes(now),
+    )
 
 
 def _notes(measured: Measured) -> list[str]:
@@ -214,20 +225,11 @@ def measuring(
         with without_warnings():  # transformers doubts some of the ropes that are tried
             draft, d2t = draft_of(reading.exported, target_head, groups)
         if reading.clamp is not None:
-            draft.rope = _Clamped(draft.rope, reading.clamp)
+            rotation, last = draft.rope.at, reading.clamp - 1
+            draft.rope = SimpleNamespace(at=lambda positions, dtype: rotation(positions.clamp(max=last), dtype))
         return Measured(forced_drafts(draft, d2t, reading.texts, [*map(reading.aux, reading.texts)], draft_tokens))
 
     return measure
-
-
-class _Clamped:
-    """A rope whose positions end."""
-
-    def __init__(self, rope: RotaryEmbedding, positions: int) -> None:
-        self.rope, self.last = rope, positions - 1
-
-    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        return self.rope.at(positions.clamp(max=self.last), dtype)
 
 
 # What acceptance depends on ------------------------------------------------------------------------------------------
@@ -253,17 +255,15 @@ def evidence_of(
     contexts = at_places(lambda text: torch.arange(len(text.ids)), 1)
     entropy = at_places(lambda text: text.entropy, 0)
     reached = [int((accepted >= step).sum()) for step in range(draft_tokens + 1)]
-    kinds = {int(token): kind_of(vocabulary(int(token))) for token in tokens.unique()}
-    names = [kinds[int(token)] for token in tokens]
-    quarters = entropy.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
+    kinds = [kind_of(vocabulary(token)) for token in tokens.tolist()]
     return Evidence(
         by_position=[now / max(1, before) for before, now in zip(reached, reached[1:], strict=False)],
         coverage=float(exported.t2d[tokens].double().mean()),
         by_context=_between(first, contexts, contexts_up_to(int(contexts.max())), "{:,}"),
         by_token=_shares(
-            first, [(kind, torch.tensor([name == kind for name in names])) for kind in sorted(set(names))]
+            first, [(kind, torch.tensor([each == kind for each in kinds])) for kind in sorted(set(kinds))]
         ),
-        by_entropy=_between(first, entropy, quarters, "{:.2g}"),
+        by_entropy=_between(first, entropy, entropy.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist(), "{:.2g}"),
     )
 
 

@@ -110,6 +110,19 @@ class SpeculativeResult(Counts):
             **others,
         )
 
+    @classmethod
+    def over_groups(
+        cls, groups: Mapping[Any, Sequence[CountedConversation]], key: str, title: str, draws: int, report: Say
+    ) -> list[Self]:
+        """The figures of each group, with its name in the field `key`. A group in which nothing was verified is left out, with
+        a warning to `report` if it has conversations. title: a format for a name in that warning."""
+        measured = {name: its for name, its in groups.items() if any(each.verifications for each in its)}
+        for name, its in groups.items():
+            if its and name not in measured:
+                what = f"{title.format(name)}: left out, the target ends all its conversations with their first token"
+                report(Warned(f"{what}; use other prompts"))
+        return [cls.over(its, draws, **{key: name}) for name, its in measured.items()]
+
     @computed_field
     @property
     def acceptance_length(self) -> float:
@@ -265,23 +278,10 @@ class SetAcceptance(SpeculativeResult):
 def over_sets(
     sizes: Mapping[str, int], decoded: Sequence[CountedConversation], seed: int, report: Say
 ) -> list[SetAcceptance]:
-    """The figures of each prompt set. A set in which nothing was verified is left out, with a warning to `report`.
-
-    sizes: number of conversations of each set, by its name, in the order of `decoded`
-    """
-    rest, figures = iter(decoded), []
-    for name, size in sizes.items():
-        its_own = list(itertools.islice(rest, size))
-        if any(each.verifications for each in its_own):
-            figures.append(SetAcceptance.over(its_own, seed, name=name))
-        else:
-            report(
-                Warned(
-                    f"prompt set {name}: left out, the target ends all its conversations with their first token; use "
-                    "other prompts"
-                )
-            )
-    return figures
+    """The figures of each prompt set. sizes: number of conversations of each, by its name, in the order of `decoded`"""
+    rest = iter(decoded)
+    groups = {name: [*itertools.islice(rest, size)] for name, size in sizes.items()}
+    return SetAcceptance.over_groups(groups, "name", "prompt set {}", seed, report)
 
 
 @dataclass(frozen=True, kw_only=True)
