@@ -114,8 +114,8 @@ class SpeculativeResult(Counts):
     def over_groups(
         cls, groups: Mapping[Any, Sequence[CountedConversation]], key: str, title: str, draws: int, report: Say
     ) -> list[Self]:
-        """The figures of each group, with its name in the field `key`. A group in which nothing was verified is left out, with
-        a warning to `report` if it has conversations. title: a format for a name in that warning."""
+        """The figures of each group, with its name in the field `key`. A group in which nothing was verified is left
+        out, with a warning to `report` if it has conversations. title: a format for a name in that warning."""
         measured = {name: its for name, its in groups.items() if any(each.verifications for each in its)}
         for name, its in groups.items():
             if its and name not in measured:

@@ -41,6 +41,7 @@ from eagle3.reporting.record import (
 
 FEW = 700  # verifications; with fewer, the acceptance length is uncertain by more than about 0.05
 TRAINING, HELD_OUT = "training", "held out"
+PARTS = {"train": TRAINING, "held_out": HELD_OUT}
 ABOUT_HELD_OUT = "Tokens produced per pass of the target, if the held-out answers were decoded greedily."
 ABOUT_RATE = (
     "Probability that sampling at temperature 1 accepts the draft of each TTT step, given that all before it are "
@@ -76,10 +77,9 @@ def about_loss(run: RunRecord) -> str:
 def _loss(run: RunRecord, name: str, title: str, key: str) -> Plot:
     values, held_out = column(run.train, key), column(run.held_out, key)
     all_steps = column(run.train, "step")
-    label_of_training = f"{TRAINING} ({_window(values)}, {_from_to(values)})"
     series = [
         Series("each step", *thinned(all_steps, values), GREY, "pale"),
-        Series(label_of_training, *trend(all_steps, values), BLUE),
+        Series(f"{TRAINING} ({_window(values)}, {_from_to(values)})", *trend(all_steps, values), BLUE),
     ]
     alt = f"{title}: {_from_to(values)} over {len(values)} optimiser steps"
     if np.isfinite(held_out).any():
@@ -99,8 +99,8 @@ def _window(values: np.ndarray) -> str:
 
 
 def _step_losses(run: RunRecord, name: str, title: str, key: str) -> Plot:
-    unit = "nats a token" if run.key("training.loss") == "kl" else "loss"
-    return _by_ttt_step(run, name, title, key, unit, "Each TTT step's own loss, without a weight.")
+    label = "nats a token" if run.key("training.loss") == "kl" else "loss"
+    return _by_ttt_step(run, name, title, key, label, "Each TTT step's own loss, without a weight.")
 
 
 def _by_ttt_step(run: RunRecord, name: str, title: str, key: str, label: str, about: str) -> Plot:
@@ -150,7 +150,6 @@ def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
         return None
     shares = run.evaluation.position_acceptance
     places = np.arange(1, len(shares) + 1)
-    series = Series(f"decoding, {run.evaluation.rule}", places, np.array(shares), BLUE, dotted=True)
     return Plot(
         name,
         title,
@@ -158,7 +157,7 @@ def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
         f"{title}, from the first: {', '.join(f'{share:.2f}' for share in shares)}.",
         Axis("draft position", 0.8, places[-1] + 0.2, FixedLocator(places)),
         share_axis("of verifications"),
-        [series],
+        [Series(f"decoding, {run.evaluation.rule}", places, np.array(shares), BLUE, dotted=True)],
     )
 
 
@@ -213,9 +212,9 @@ def pay_off_plot(name: str, series: Sequence[Series], about: str, summary: str) 
     """Speed-ups by context, with a level at 1, below which drafting loses."""
     title = "Speed-up by context"
     contexts = context_axis("context in tokens", np.unique(np.concatenate([each.x for each in series])))
-    loses = level("no gain 1.00", contexts, 1.0)
-    axis = number_axis("times as fast as without a draft", [each.y for each in (*series, loses)])
-    return Plot(name, title, about, f"{title}: {summary}.", contexts, axis, [*series, loses])
+    lines = [*series, level("no gain 1.00", contexts, 1.0)]
+    axis = number_axis("times as fast as without a draft", [each.y for each in lines])
+    return Plot(name, title, about, f"{title}: {summary}.", contexts, axis, lines)
 
 
 def _held_out(run: RunRecord, name: str, title: str) -> Plot | None:
@@ -257,8 +256,9 @@ def _pay_off(run: RunRecord, name: str, _: str) -> Plot | None:
 
 
 def _throughput(run: RunRecord, name: str, title: str, key: str) -> Plot:
-    about = "Tokens of training per second, prompts included."
-    plot = _of_steps(run, name, title, key, "tokens a second", about, GREEN, zero=True)
+    plot = _of_steps(
+        run, name, title, key, "tokens a second", "Tokens of training per second, prompts included.", GREEN, zero=True
+    )
     median = float(np.nanmedian(column(run.train, key)))
     series = [plot.series[0]._replace(label="each step"), level(f"median {short_number(median)}", plot.x, median)]
     return plot._replace(series=series, alt=f"{title}: a median of {median:,.0f} tokens a second.")
@@ -282,26 +282,32 @@ def _memory(run: RunRecord, name: str, title: str, key: str) -> Plot:
 
 def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
     data = run.started.get("data", {})
-    parts = {"train": (TRAINING, BLUE), "held_out": (HELD_OUT, ORANGE)}
-    known = {part: data[part]["lengths"] for part in parts if data and data[part].get("lengths")}
-    if not known:
+    parts = [data[part] | {"label": label} for part, label in PARTS.items() if data and data[part].get("lengths")]
+    if not parts:
         return None
-    all_edges = [np.array(histogram["edges"]) for histogram in known.values()]
-    least, most = min(edges[0] for edges in all_edges), max(edges[-1] for edges in all_edges)
     series = [
-        Series(label, edges, np.array(histogram["counts"]) / sum(histogram["counts"]), colour, "stairs")
-        for (label, colour), edges, histogram in zip(map(parts.get, known), all_edges, known.values(), strict=True)
+        Series(
+            part["label"],
+            np.array(part["lengths"]["edges"]),
+            np.array(part["lengths"]["counts"]) / sum(part["lengths"]["counts"]),
+            colour,
+            "stairs",
+        )
+        for part, colour in zip(parts, (BLUE, ORANGE), strict=False)
     ]
-    label, highest = "tokens of a sample", 1.05 * max(each.y.max() for each in series)
-    if any(edges[-1] - edges[-2] > 1.5 * (edges[1] - edges[0]) for edges in all_edges):  # bins that grow
-        powers = 2.0 ** np.arange(np.ceil(np.log2(least)), np.floor(np.log2(most)) + 1)
-        axis = context_axis(label, powers)._replace(low=least, high=most)
-    else:
-        axis = count_axis(label, np.concatenate(all_edges))
-    longest = max(data[part]["longest"] for part in known)
-    alt = f"Histogram of {title.lower()}: the longest has {longest:,} tokens."
-    about = "After truncation; by the middle of each bin."
-    return Plot(name, title, about, alt, axis, share_axis("of samples", highest), series)
+    axis = count_axis("tokens of a sample", np.concatenate([each.x for each in series]))
+    if any(x[-1] - x[-2] > 1.5 * (x[1] - x[0]) for x in (each.x for each in series)):  # bins that grow
+        powers = 2.0 ** np.arange(np.ceil(np.log2(axis.low)), np.floor(np.log2(axis.high)) + 1)
+        axis = context_axis(axis.label, powers)._replace(low=axis.low, high=axis.high)
+    return Plot(
+        name,
+        title,
+        "After truncation; by the middle of each bin.",
+        f"Histogram of {title.lower()}: the longest has {max(part['longest'] for part in parts):,} tokens.",
+        axis,
+        share_axis("of samples", 1.05 * max(each.y.max() for each in series)),
+        series,
+    )
 
 
 # File name, title, key in metrics.jsonl, and the function that draws it. In the order of the page, as below.
