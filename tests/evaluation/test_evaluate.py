@@ -213,6 +213,7 @@ def test_a_sets_figures_are_those_of_its_own_conversations():
     assert first["acceptance_length"] == (8 + 3) / 6 and first["mean_acceptance_length"] == (8 / 3 + 3 / 3) / 2
     assert first["position_acceptance"] == [2 / 6, 2 / 6, 1 / 6]
     assert first["interval"] == [3 / 3, 8 / 3], "two conversations span it"
+    assert first["position_intervals"] == [[0, 2 / 3], [0, 2 / 3], [0, 1 / 3]]
     # 9 and 4 tokens, in a second each with the draft, and two without
     assert first["speed"] == {"speculative": 13 / 2, "plain": 13 / 4} and first["identical"] == 2
     assert (second["acceptance_length"], second["interval"], second["ties"]) == (4.0, None, 1)
@@ -253,8 +254,6 @@ def make_export(run: Path) -> None:
         (["--topk", "2"], "use --engine sglang"),
         (["--topk", "0"], "--topk: 0 is out of range; give 1 or more"),
         (["--tree-tokens", "5"], "use --engine sglang"),
-        (["--prompts", __file__], "is not a file of such a kind; name a .jsonl"),
-        (["--prompts", "/nowhere.jsonl"], "--prompts /nowhere.jsonl: no such file"),
         (["--prompts", "mt=/nowhere.jsonl"], "--prompts mt=/nowhere.jsonl: no such file; name a .jsonl"),
         (["--prompts", f"mt={__file__}"], f"--prompts mt={__file__}: is not a file of such a kind"),
         (["--draft", "/nowhere"], "/nowhere: no exported draft here"),
@@ -263,6 +262,25 @@ def make_export(run: Path) -> None:
         (["--window", "9" * 24], "is out of range; give 1 to 1,000,000,000;"),
         (["evaluation.draft_tokens=7"], "config.json: a window of 6 keys cannot hold a chain of 7"),
         (["evaluation.conversations=0"], "evaluation.conversations is 0"),
+        (["--by-context", "--contexts", "0"], "--contexts: 0: name numbers in ascending order, as in 512"),
+        (["--by-context", "--contexts", "64,32"], "--contexts: 64,32: name numbers"),
+        (["--by-context", "--contexts", "64,64"], "--contexts: 64,64: name numbers"),
+        (["--by-context", "--contexts", "512,1k"], "--contexts: 512,1k: name numbers"),
+        (["--by-context", "--per-context", "0"], "--per-context: 0 is out of range; give 1 or more"),
+        (["--contexts", "64"], "--contexts: is for --by-context"),
+        (["--windows", "64"], "--windows: is for --by-context"),
+        (["--gpu", "h200"], "--gpu: is for --by-context"),
+        (["--by-context", "--windows", "64,2"], "--windows: 64,2: name numbers in ascending order"),
+        (["--by-context", "--windows", "3"], "--windows 3: a window of 3 keys"),
+        (["--by-context", "--window", "8", "--windows", "8,9"], "--windows: the draft is judged with 8 anyway"),
+        (["--best"], "--best: is for --by-context"),
+        (["--by-context", "--best", "--engine", "sglang"], "--best: needs measured times"),
+        (["--temperature", "-1"], "--temperature: -1 is out of range; give 0.0 or more"),
+        (["--temperature", "nan"], "--temperature: nan is out of range"),
+        (["--temperature", "inf"], "--temperature: inf is out of range"),
+        (["--seed", "-1"], "--seed: -1 is out of range; give 0 to 9,223"),
+        (["--by-context", "--gpu", "l4"], "argument --gpu: invalid choice: 'l4' (choose from"),
+        (["--temperature", "1", "--engine", "sglang"], "--temperature 1: SGLang is judged greedily only"),
     ],
 )
 def test_evaluate_refuses_at_once(refused, tmp_path, target, arguments, message):

@@ -336,10 +336,6 @@ def test_the_page_has_acceptance_by_context_in_numbers(run):
         assert text in chart
 
 
-def test_a_folder_that_is_no_run_is_refused_in_one_line(refused, tmp_path):
-    assert f"{tmp_path}: holds no run" in refused("report.py", tmp_path)
-
-
 def test_the_options_of_one_run_and_of_a_comparison_are_not_mixed(refused, run):
     for arguments in ([run.path, run.path], [run.path, "--out", run.path], [run.path, "--compare"]):
         refused("report.py", *arguments)
