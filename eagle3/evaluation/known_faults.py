@@ -8,7 +8,7 @@ texts that training never saw (no chat template, a target in another precision).
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any, NamedTuple
 
 import torch
@@ -116,38 +116,34 @@ def _of_states(reading: DraftReading) -> Iterator[Change]:
 def _of_rope(reading: DraftReading, targets: dict[str, Any]) -> Iterator[Change]:
     config = reading.exported.config
     rope, theta = config.rope_parameters, config.rope_parameters["rope_theta"]
-
-    def roped(name: str, parameters: dict[str, Any]) -> Change:
-        return _configured(
-            reading,
-            name,
-            f'write "rope_parameters": {json.dumps(parameters)} to {CONFIG}, and the same to rope_theta and '
-            "rope_scaling, which older engines read",
-            rope_parameters=parameters,
-        )
-
-    for value in sorted({*THETAS, float(targets.get("rope_theta", theta))} - {float(theta)}):
-        yield roped(f"rope_theta {value:,.0f}, not {theta:,.0f}", {**_plain(rope), "rope_theta": value})
-    if rope["rope_type"] != "default":
-        yield roped(f"a plain rope, not {rope['rope_type']}", {"rope_type": "default", "rope_theta": theta})
-        for factor in sorted({*FACTORS} - {float(rope["factor"])}):
-            yield roped(f"a rope factor of {factor:g}, not {rope['factor']:g}", {**_plain(rope), "factor": factor})
+    others = [
+        (f"rope_theta {value:,.0f}, not {theta:,.0f}", {**_plain(rope), "rope_theta": value})
+        for value in sorted({*THETAS, float(targets.get("rope_theta", theta))} - {float(theta)})
+    ]
+    if rope["rope_type"] == "default":
+        for kind, factor in product(("linear", "yarn"), FACTORS):
+            scaled = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+            if kind == "yarn":
+                scaled["original_max_position_embeddings"] = int(config.max_position_embeddings / factor)
+            others.append((f"{kind} with factor {factor:g}, not a plain rope", scaled))
     else:
-        for kind in ("linear", "yarn"):
-            for factor in FACTORS:
-                original = {"original_max_position_embeddings": int(config.max_position_embeddings / factor)}
-                scaled = {"rope_type": kind, "rope_theta": theta, "factor": factor}
-                yield roped(
-                    f"{kind} with factor {factor:g}, not a plain rope", scaled | (original if kind == "yarn" else {})
-                )
+        others.append((f"a plain rope, not {rope['rope_type']}", {"rope_type": "default", "rope_theta": theta}))
+        others += [
+            (f"a rope factor of {factor:g}, not {rope['factor']:g}", {**_plain(rope), "factor": factor})
+            for factor in sorted({*FACTORS} - {float(rope["factor"])})
+        ]
     kind = targets.get("rope_type", "default")
     if targets and (kind, rope["rope_type"]) != ("default", "default"):
-        change = roped(f"the target's rope ({kind})", targets)
+        others.append((f"the target's rope ({kind})", targets))
+    for name, parameters in others:
+        remedy = f'write "rope_parameters": {json.dumps(parameters)} to {CONFIG}, and the same to rope_theta and '
+        change = _configured(
+            reading, name, f"{remedy}rope_scaling, which older engines read", rope_parameters=parameters
+        )
         if change.fields["exported"].config.rope_parameters != rope:
             yield change
-    longest = max(len(text.ids) for text in reading.texts)
     for clamp in sorted({*CLAMPS, config.max_position_embeddings}):
-        if reading.clamp is None and clamp < longest:
+        if reading.clamp is None and clamp < max(len(text.ids) for text in reading.texts):
             yield Change(
                 f"positions clamped at {clamp:,}",
                 f"its trainer gave all tokens after the first {clamp:,} one position (max_position_embeddings): train "

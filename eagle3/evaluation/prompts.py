@@ -39,10 +39,9 @@ def choose_prompts(samples: SampleSet, count: int, longest: int) -> list[Tensor]
     starts = [(sample.ids, int(sample.loss_mask.int().argmax())) for sample in samples]
     fitting = [ids[:start] for ids, start in starts if 0 < start <= longest]
     if not fitting:
-        problem = f"none of {len(samples)} held-out samples has a prompt of 1 to {longest} tokens"
         raise UserError(
-            f"evaluation: {problem if len(samples) else 'nothing is held out'}; name such samples in data.held_out, "
-            "raise data.held_out_fraction, or set evaluation.conversations=0"
+            f"evaluation: none of {len(samples)} held-out samples has a prompt of 1 to {longest} tokens; name such "
+            "samples in data.held_out, raise data.held_out_fraction, or set evaluation.conversations=0"
         )
     indices = torch.linspace(0, len(fitting) - 1, min(count, len(fitting))).round().long()
     return [fitting[index] for index in indices.tolist()]
@@ -127,7 +126,7 @@ def _prompt(
 
 
 def _prompt_messages(conversation: Conversation) -> list[dict]:
-    messages = list(conversation.messages)
+    messages = [*conversation.messages]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not any(message["role"] in ("user", "tool") for message in messages):

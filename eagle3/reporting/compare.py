@@ -51,10 +51,7 @@ def read_compared(folders: Sequence[Path], names: Sequence[str] | None) -> dict[
 
     Raises UserError if a folder holds no run, or unless each run has a different name.
     """
-    places = [folder.resolve() for folder in folders]
-    if twice := [folder for folder, place in zip(folders, places, strict=True) if places.count(place) > 1]:
-        raise UserError(f"{twice[0]}: this run is named twice; compare different ones")
-    names = [place.name for place in places] if names is None else [name.strip() for name in names]
+    names = [folder.resolve().name for folder in folders] if names is None else [name.strip() for name in names]
     if len(names) != len(folders) or len(set(names)) != len(names) or not all(names):
         example = ",".join(f"name{place}" for place in range(1, len(folders) + 1))
         raise UserError(
@@ -94,29 +91,28 @@ def contexts_table(judged: Mapping[str, ContextJudgement]) -> Table:
     Cells include 95% confidence intervals and the number of verifications. The note says how the runs were measured,
     and warns if that differs.
     """
-    rows = [{row.context: row for row in each.contexts} for each in judged.values()]
+    rows = [{row.context: _cell(row) for row in each.contexts} for each in judged.values()]
     values = _conditions(judged)
     same = [f"{name} {group[0]}" for name, group in values.items() if {*group} != {None} and len({*group}) == 1]
     return Table(
         "Acceptance length by context",
         ["context", *judged],
-        [[tokens_label(each), *(_cell(of_run.get(each)) for of_run in rows)] for each in sorted({*chain(*rows)})],
+        [[tokens_label(each), *(of_run.get(each, "–") for of_run in rows)] for each in sorted({*chain(*rows)})],
         "Acceptance length, in tokens per verification, with its 95% interval and the number of verifications. "
         f"{'; '.join([*differing(judged, values), *same])}.",
     )
 
 
-def _cell(row: ContextAcceptance | None) -> str:
-    if row is None:
-        return "–"
+def _cell(row: ContextAcceptance) -> str:
     interval = " [{:.2f}, {:.2f}]".format(*row.interval) if row.interval else ""
     return Markdown(f"{row.acceptance_length:.2f}{interval} ({row.verifications:,})")  # its brackets are no link
 
 
 def _conditions(judged: Mapping[str, Judgement | ContextJudgement]) -> dict[str, list[Any]]:
     """By which the drafts were judged, each with its values for the runs."""
-    conditions = {name: [getattr(each, name) for each in judged.values()] for name in CONDITIONS}
-    return conditions | {"prompts": [_prompts(each) for each in judged.values()]}
+    return {name: [getattr(each, name) for each in judged.values()] for name in CONDITIONS} | {
+        "prompts": [_prompts(each) for each in judged.values()]
+    }
 
 
 def _prompts(judged: Judgement | ContextJudgement) -> str:

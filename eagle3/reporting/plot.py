@@ -192,17 +192,17 @@ MARKERS = "osD^vP"  # for series whose points are drawn
 
 def image(plot: Plot, form: Literal["png", "svg"], width: float = WIDTH) -> bytes:
     """The chart as a file: a PNG with its title, or an SVG without, for a page that has one. width: in inches."""
-    title = plot.title if form == "png" else None
+    title = plot.title if form == "png" else ""
     written = io.BytesIO()
     with matplotlib.rc_context(STYLE):
         drawn(plot, width, title).savefig(written, format=form, metadata=METADATA[form])
     return written.getvalue()
 
 
-def drawn(plot: Plot, width: float = WIDTH, title: str | None = None) -> Figure:
+def drawn(plot: Plot, width: float = WIDTH, title: str = "") -> Figure:
     figure = Figure(figsize=(width, HEIGHT), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
-    axes.set_title(title or "", loc="left")
+    axes.set_title(title, loc="left")
     for axis, name, its_ticks in ((plot.x, "x", axes.xaxis), (plot.y, "y", axes.yaxis)):
         axes.set(**{f"{name}label": axis.label, f"{name}scale": "log" if axis.logarithmic else "linear"})
         axes.set(**{f"{name}lim": (axis.low, axis.high)})

@@ -103,7 +103,7 @@ def test_names_that_do_not_tell_runs_apart_are_refused(refused, tmp_path, names)
 
 def test_a_run_is_compared_neither_with_itself_nor_with_no_run_nor_by_a_damaged_measurement(refused, tmp_path):
     run, compare = write_run(tmp_path / "one", steps=3), ("report.py", "--out", tmp_path / "out", "--compare")
-    assert "this run is named twice" in refused(*compare, run.path, f"{run.path}/../one")
+    assert "2 runs need 2 different names" in refused(*compare, run.path, f"{run.path}/../one")
     assert f"{tmp_path}: holds no run" in refused(*compare, run.path, tmp_path)
     run.by_context.write_text(run.by_context.read_text(encoding="utf-8").replace("2.9", "3.9"), encoding="utf-8")
     assert "by_context.json: damaged" in refused(*compare, run.path)
