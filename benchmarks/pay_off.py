@@ -276,7 +276,7 @@ def plot(judged: list[str]) -> Plot:
             gains = np.array([cell["speed_up"] for cell in best])
             contexts = np.array([float(cell["context"]) for cell in best])
             series.append(Series(name + window, contexts, gains, COLOURS[place], look, dotted=True))
-    return pay_off_plot("speed-up", series, "", "")
+    return pay_off_plot("speed-up", series, "")
 
 
 if __name__ == "__main__":

@@ -220,8 +220,8 @@ def charts(drafts: dict[str, Any]) -> dict[str, bytes]:
         "learning-curve": Plot(
             *("learning-curve", "Acceptance and training tokens", "Held out, greedy, from hidden states."),
             ", ".join(f"{length:.2f} after {int(count):,}" for count, length in zip(tokens, lengths, strict=True)),
-            count_axis("answer tokens seen", tokens),
-            number_axis("acceptance length", [lengths]),
+            count_axis("answer tokens seen"),
+            number_axis("acceptance length"),
             [Series("full attention", tokens, lengths, BLUE, dotted=True)],
         )
     }
@@ -241,7 +241,7 @@ def charts(drafts: dict[str, Any]) -> dict[str, bytes]:
             *("acceptance-by-context", "Acceptance by context", "Judged greedily with 4 draft tokens."),
             "; ".join(f"{each.label}: {', '.join(f'{length:.2f}' for length in each.y)}" for each in series),
             context_axis("context, tokens", series[0].x),
-            number_axis("acceptance length", [each.y for each in series]),
+            number_axis("acceptance length"),
             series,
         )
     return {name: image(plot, "png", WIDE) for name, plot in plots.items()}

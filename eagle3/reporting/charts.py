@@ -30,6 +30,7 @@ from eagle3.reporting.plot import (
     step_axis,
     thinned,
     trend,
+    wide_axis,
 )
 from eagle3.reporting.record import (
     RunRecord,
@@ -85,8 +86,7 @@ def _loss(run: RunRecord, name: str, title: str, key: str) -> Plot:
     if np.isfinite(held_out).any():
         series.append(Series(HELD_OUT, column(run.held_out, "step"), held_out, VERMILLION, "dots"))
         alt += f"; held out it ends at {short_number(held_out[-1])}"
-    axis = number_axis(loss_label(run), [each.y for each in series])
-    return Plot(name, title, about_loss(run), f"{alt}.", step_axis(all_steps), axis, series)
+    return Plot(name, title, about_loss(run), f"{alt}.", step_axis(), number_axis(loss_label(run)), series)
 
 
 def _from_to(values: np.ndarray) -> str:
@@ -122,8 +122,7 @@ def _by_ttt_step(run: RunRecord, name: str, title: str, key: str, label: str, ab
     )
     if len(held_out):
         alt += f"; held out they end at {short_number(held_out[-1][0])} and {short_number(held_out[-1][-1])}"
-    axis = number_axis(label, [each.y for each in series])
-    return Plot(name, title, about, f"{alt}.", step_axis(all_steps), axis, series)
+    return Plot(name, title, about, f"{alt}.", step_axis(), number_axis(label), series)
 
 
 def _norm(run: RunRecord, name: str, title: str, key: str) -> Plot:
@@ -133,16 +132,14 @@ def _norm(run: RunRecord, name: str, title: str, key: str) -> Plot:
         f"Norm of the whole gradient{clipped}"
         f"{f'; a step above training.skip_above_norm {skip:g} is skipped' if skip else ''}."
     )
-    return _of_steps(run, name, title, key, "norm", about, ORANGE, logarithmic=True)
+    return _of_steps(run, name, title, key, wide_axis("norm", column(run.train, key)), about, ORANGE)
 
 
-def _of_steps(
-    run: RunRecord, name: str, title: str, key: str, label: str, about: str, colour: str, **scale: bool
-) -> Plot:
+def _of_steps(run: RunRecord, name: str, title: str, key: str, axis: Axis, about: str, colour: str) -> Plot:
     values, all_steps = column(run.train, key), column(run.train, "step")
     series = Series(title.lower(), *thinned(all_steps, values), colour)
     alt = f"{title}: {_from_to(values)}, at most {short_number(float(np.nanmax(values)))}."
-    return Plot(name, title, about, alt, step_axis(all_steps), number_axis(label, [series.y], **scale), [series])
+    return Plot(name, title, about, alt, step_axis(), axis, [series])
 
 
 def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
@@ -155,7 +152,7 @@ def _positions(run: RunRecord, name: str, title: str) -> Plot | None:
         title,
         ABOUT_POSITIONS,
         f"{title}, from the first: {', '.join(f'{share:.2f}' for share in shares)}.",
-        Axis("draft position", 0.8, places[-1] + 0.2, FixedLocator(places)),
+        Axis("draft position", FixedLocator(places)),
         share_axis("of verifications"),
         [Series(f"decoding, {run.evaluation.rule}", places, np.array(shares), BLUE, dotted=True)],
     )
@@ -188,15 +185,15 @@ def contexts_plot(name: str, series: Sequence[Series]) -> Plot:
         + ", ".join(f"{y:.2f} at {tokens_label(x)}" for x, y in zip(curve.x, curve.y, strict=True) if np.isfinite(y))
         for curve in series
     )
-    bands = [each.band for each in series if each.band is not None]
+    banded = any(each.band is not None for each in series)
     return Plot(
         name,
         title,
         "Tokens produced per pass of the target, accepted drafts and its own, after contexts of up to this many tokens."
-        + (" Bands: 95% intervals." if bands else ""),
+        + (" Bands: 95% intervals." if banded else ""),
         f"{title}: {summary}.",
         context_axis("context in tokens", np.unique(np.concatenate([each.x for each in series]))),
-        number_axis("tokens per verification", [*(each.y for each in series), *bands, np.ones(1)]),
+        number_axis("tokens per verification", low=1),
         series,
     )
 
@@ -208,13 +205,22 @@ def _contexts(run: RunRecord, name: str, _: str) -> Plot | None:
     return contexts_plot(name, series) if series else None
 
 
-def pay_off_plot(name: str, series: Sequence[Series], about: str, summary: str) -> Plot:
+def pay_off_plot(name: str, series: Sequence[Series], about: str) -> Plot:
     """Speed-ups by context, with a level at 1, below which drafting loses."""
     title = "Speed-up by context"
-    contexts = context_axis("context in tokens", np.unique(np.concatenate([each.x for each in series])))
-    lines = [*series, level("no gain 1.00", contexts, 1.0)]
-    axis = number_axis("times as fast as without a draft", [each.y for each in lines])
-    return Plot(name, title, about, f"{title}: {summary}.", contexts, axis, lines)
+    summary = "; ".join(
+        f"{label} from {gains[0]:.2f} at {tokens_label(contexts[0])} to {gains[-1]:.2f} at {tokens_label(contexts[-1])}"
+        for label, contexts, gains, *_ in series
+    )
+    return Plot(
+        name,
+        title,
+        about,
+        f"{title}: {summary}.",
+        context_axis("context in tokens", np.unique(np.concatenate([each.x for each in series]))),
+        number_axis("times as fast as without a draft"),
+        [*series, level("no gain 1.00", 1.0)],
+    )
 
 
 def _held_out(run: RunRecord, name: str, title: str) -> Plot | None:
@@ -226,8 +232,8 @@ def _held_out(run: RunRecord, name: str, title: str) -> Plot | None:
         title,
         ABOUT_HELD_OUT,
         f"{title}: from {short_number(lengths[0])} to {short_number(lengths[-1])}.",
-        step_axis(steps),
-        number_axis("tokens per verification", [lengths]),
+        step_axis(),
+        number_axis("tokens per verification"),
         [Series(HELD_OUT, steps, lengths, VERMILLION, dotted=True)],
     )
 
@@ -245,39 +251,34 @@ def _pay_off(run: RunRecord, name: str, _: str) -> Plot | None:
         sources.append(pay_off.source)
     if not series:
         return None
-    summary = "; ".join(
-        f"{label} from {gains[0]:.2f} at {tokens_label(contexts[0])} to {gains[-1]:.2f} at {tokens_label(contexts[-1])}"
-        for label, contexts, gains, *_ in series
-    )
     about = (
         f"With the best number of draft tokens at each context; {'; '.join(sources)}. Batch: conversations at a time."
     )
-    return pay_off_plot(name, series, about, summary)
+    return pay_off_plot(name, series, about)
 
 
 def _throughput(run: RunRecord, name: str, title: str, key: str) -> Plot:
-    plot = _of_steps(
-        run, name, title, key, "tokens a second", "Tokens of training per second, prompts included.", GREEN, zero=True
-    )
+    axis, about = number_axis("tokens a second", low=0), "Tokens of training per second, prompts included."
+    plot = _of_steps(run, name, title, key, axis, about, GREEN)
     median = float(np.nanmedian(column(run.train, key)))
-    series = [plot.series[0]._replace(label="each step"), level(f"median {short_number(median)}", plot.x, median)]
+    series = [plot.series[0]._replace(label="each step"), level(f"median {short_number(median)}", median)]
     return plot._replace(series=series, alt=f"{title}: a median of {median:,.0f} tokens a second.")
 
 
 def _memory(run: RunRecord, name: str, title: str, key: str) -> Plot:
     used, all_steps, memory = column(run.train, key), column(run.train, "step"), run.started.get("memory", {})
     before, estimate = memory.get("before_gib"), memory.get("estimate_gib")
-    steps, alt = step_axis(all_steps), f"{title}: {np.nanmax(used):.2f} GiB"
+    alt = f"{title}: {np.nanmax(used):.2f} GiB"
     series = [Series("measured", *thinned(all_steps, used), BLUE)]
     if before is not None:
-        series.append(level(f"before the draft was made {before:.2f}", steps, before))
+        series.append(level(f"before the draft was made {before:.2f}", before))
         alt += f", of which {before:.2f} were there before the draft was made"
     if estimate is not None:
         both = before + estimate
-        series.append(level(f"that and the planner's estimate {both:.2f}", steps, both, ORANGE))
+        series.append(level(f"that and the planner's estimate {both:.2f}", both, ORANGE))
         alt += f"; the planner's estimate for the draft is {estimate:.2f}"
-    axis = number_axis("GiB", [each.y for each in series], zero=True)
-    return Plot(name, title, f"The peak so far, {memory.get('measured') or 'in GiB'}.", f"{alt}.", steps, axis, series)
+    about = f"The peak so far, {memory.get('measured') or 'in GiB'}."
+    return Plot(name, title, about, f"{alt}.", step_axis(), number_axis("GiB", low=0), series)
 
 
 def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
@@ -295,17 +296,17 @@ def _lengths(run: RunRecord, name: str, title: str) -> Plot | None:
         )
         for part, colour in zip(parts, (BLUE, ORANGE), strict=False)
     ]
-    axis = count_axis("tokens of a sample", np.concatenate([each.x for each in series]))
-    if any(x[-1] - x[-2] > 1.5 * (x[1] - x[0]) for x in (each.x for each in series)):  # bins that grow
-        powers = 2.0 ** np.arange(np.ceil(np.log2(axis.low)), np.floor(np.log2(axis.high)) + 1)
-        axis = context_axis(axis.label, powers)._replace(low=axis.low, high=axis.high)
+    axis, edges = count_axis("tokens of a sample"), [each.x for each in series]
+    if any(each[-1] - each[-2] > 1.5 * (each[1] - each[0]) for each in edges):  # bins that grow
+        least, most = np.log2(min(each[0] for each in edges)), np.log2(max(each[-1] for each in edges))
+        axis = context_axis(axis.label, 2.0 ** np.arange(np.ceil(least), np.floor(most) + 1))._replace(margin=0)
     return Plot(
         name,
         title,
         "After truncation; by the middle of each bin.",
         f"Histogram of {title.lower()}: the longest has {max(part['longest'] for part in parts):,} tokens.",
         axis,
-        share_axis("of samples", 1.05 * max(each.y.max() for each in series)),
+        share_axis("of samples"),
         series,
     )
 
@@ -326,10 +327,9 @@ OF_STEPS: tuple[tuple[str, str, str, Callable[[RunRecord, str, str, str], Plot]]
         "learning_rate",
         partial(
             _of_steps,
-            label="learning rate",
+            axis=number_axis("learning rate", low=0),
             about="The rate that the optimiser used in each step.",
             colour=GREEN,
-            zero=True,
         ),
     ),
     ("gradient_norm", "Gradient norm", "gradient_norm", _norm),

@@ -169,8 +169,7 @@ def _course(
             ends.append(f"{label} ends at {results[np.isfinite(results)][-1]:.3g}")
     if not (series := training + held_out):
         return None
-    places = np.concatenate([each.x for each in series])
-    axis = step_axis(places) if over == "step" else count_axis("supervised tokens", places)
+    axis = step_axis() if over == "step" else count_axis("supervised tokens")
     alt = (
         f"{title} of the runs over {axis.label.removesuffix('s')}s; held out "
         + ", ".join(ends or ["nothing was measured"])
@@ -182,7 +181,7 @@ def _course(
         f"{about} Pale: training; with dots: held out.",
         alt,
         axis,
-        number_axis(unit, [each.y for each in series]),
+        number_axis(unit),
         series,
     )
 

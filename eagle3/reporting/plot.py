@@ -18,7 +18,6 @@ from eagle3.reporting.record import mean, short, tokens_label
 MOST_POINTS = 500  # points in a series; more than a chart can show
 SMOOTHED = 20  # a trend averages over this part of the steps
 WIDE = 20  # least ratio of greatest to least value for a logarithmic axis
-MARGIN = 0.04  # share of an axis left free beyond its values
 Look = Literal["line", "pale", "dashed", "rule", "dots", "stairs"]
 
 
@@ -42,14 +41,14 @@ def tick_name(value: float) -> str:
 
 
 class Axis(NamedTuple):
-    """An axis that goes from `low` to `high`."""
+    """An axis, which covers what is drawn."""
 
     label: str
-    low: float
-    high: float
     ticks: Locator
     tick_name: Callable[[float], str] = tick_name
-    logarithmic: bool = False
+    scale: Literal["linear", "log"] = "linear"
+    margin: float = 0.04  # share of it left free beyond the values
+    low: float | None = None  # its lower end, whatever the values
 
 
 class Series(NamedTuple):
@@ -59,8 +58,8 @@ class Series(NamedTuple):
     x: np.ndarray  # [n]; of a histogram the edges [n + 1] of its bins
     y: np.ndarray  # [n], nan if there is no value
     colour: str
-    # line, pale, dashed: curves; rule: a level that is the same everywhere; dots: points without a curve; stairs: a
-    # histogram
+    # line, pale, dashed: curves; rule: a level that is the same everywhere, its only y; dots: points without a curve;
+    # stairs: a histogram
     look: Look = "line"
     dotted: bool = False  # whether a curve's points are drawn
     band: np.ndarray | None = None  # [n, 2], band around y
@@ -94,9 +93,9 @@ def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return tuple(np.array([*map(mean, np.array_split(each, MOST_POINTS))]) for each in (steps, values))
 
 
-def level(label: str, x: Axis, height: float, colour: str = GREY) -> Series:
+def level(label: str, height: float, colour: str = GREY) -> Series:
     """A level that is the same everywhere. label: names its height, too."""
-    return Series(label, np.array([x.low, x.high]), np.array([height, height]), colour, "rule")
+    return Series(label, np.zeros(0), np.array([height]), colour, "rule")
 
 
 def short_number(value: float) -> str:
@@ -108,47 +107,38 @@ def short_number(value: float) -> str:
     return tick_name(value) if 0 < abs(value) < 1e-3 else f"{value:#.4g}"
 
 
-def step_axis(steps: np.ndarray) -> Axis:
-    return count_axis("optimiser step", steps)
+def step_axis() -> Axis:
+    return count_axis("optimiser step")
 
 
-def count_axis(label: str, counts: np.ndarray) -> Axis:
-    """An axis that just covers these whole numbers."""
-    low, high = _ends([counts])
-    return Axis(label, low, high, MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+def count_axis(label: str) -> Axis:
+    """An axis of whole numbers, which it just covers."""
+    return Axis(label, MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]), margin=0)
 
 
-def number_axis(label: str, values: Sequence[np.ndarray], *, zero: bool = False, logarithmic: bool = False) -> Axis:
-    """An axis that covers the values. zero: begin at 0. logarithmic: allow a logarithmic axis, for values that a linear
-    one would hide."""
-    low, high = _ends(values)
-    if logarithmic and low > 0 and high > WIDE * low:
-        low, high = low / 1.1, high * 1.1
-        ticks = LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,))
-        return Axis(label, low, high, ticks, logarithmic=True)
-    low = min(0.0, low) if zero else low - MARGIN * (high - low)
-    high += MARGIN * (high - low)
-    return Axis(label, low, high, MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]))
+def number_axis(label: str, low: float | None = None) -> Axis:
+    return Axis(label, MaxNLocator(nbins=6, steps=[1, 2, 2.5, 5, 10]), low=low)
 
 
-def share_axis(label: str, most: float = 1.0) -> Axis:
-    """An axis from 0 to `most`, in percent."""
-    return Axis(label, 0, most, MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]), lambda tick: f"{100 * tick:g}%")
+def wide_axis(label: str, values: np.ndarray) -> Axis:
+    """An axis for these values: logarithmic, if a linear one would hide some."""
+    finite = values[np.isfinite(values)]
+    low, high = finite.min(), finite.max()
+    if not 0 < low < high / WIDE:
+        return number_axis(label)
+    return Axis(label, LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)), scale="log")
+
+
+def share_axis(label: str) -> Axis:
+    """An axis from 0, in percent."""
+    ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10])
+    return Axis(label, ticks, lambda tick: f"{100 * tick:g}%", low=0)
 
 
 def context_axis(label: str, contexts: np.ndarray) -> Axis:
     """A logarithmic axis with a tick at each context, or at some of them if there are many."""
     every = 1 + (len(contexts) - 1) // 9
-    low, high = float(contexts[0]) / 1.15, float(contexts[-1]) * 1.15
-    return Axis(label, low, high, FixedLocator(contexts[::every]), tokens_label, logarithmic=True)
-
-
-def _ends(values: Sequence[np.ndarray]) -> tuple[float, float]:
-    """The least and the greatest finite value, moved apart if they are equal."""
-    finite = np.concatenate([np.ravel(each) for each in values])
-    finite = finite[np.isfinite(finite)]
-    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
-    return (low, high) if high > low else (low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5))
+    return Axis(label, FixedLocator(contexts[::every]), tokens_label, "log")
 
 
 # Drawn by matplotlib --------------------------------------------------------------------------------------------------
@@ -204,8 +194,7 @@ def drawn(plot: Plot, width: float = WIDTH, title: str = "") -> Figure:
     axes = figure.add_subplot()
     axes.set_title(title, loc="left")
     for axis, name, its_ticks in ((plot.x, "x", axes.xaxis), (plot.y, "y", axes.yaxis)):
-        axes.set(**{f"{name}label": axis.label, f"{name}scale": "log" if axis.logarithmic else "linear"})
-        axes.set(**{f"{name}lim": (axis.low, axis.high)})
+        axes.set(**{f"{name}label": axis.label, f"{name}scale": axis.scale, f"{name}margin": axis.margin})
         its_ticks.set_major_locator(axis.ticks)
         its_ticks.set_major_formatter(lambda value, _, name=axis.tick_name: name(value))
     axes.minorticks_off()
@@ -217,6 +206,7 @@ def drawn(plot: Plot, width: float = WIDTH, title: str = "") -> Figure:
     for members in groups:
         for place, series in enumerate(members):
             _draw(axes, series, place)
+    axes.set(xlim=(plot.x.low, None), ylim=(plot.y.low, None))
     columns = int(LETTERS * width) // (max(len(entry.get_label()) for entry in entries) + 6)
     columns = min(len(entries), 5, max(1, columns))
     # below the axes, where it hides no data
@@ -233,6 +223,9 @@ def _draw(axes: Axes, series: Series, place: int) -> None:
     if series.look == "stairs":
         axes.stairs(series.y, series.x, color=series.colour, fill=True, alpha=0.25)
         axes.stairs(series.y, series.x, color=series.colour, linewidth=1.4)
+        return
+    if series.look == "rule":
+        axes.axhline(series.y[0], **_look(series))
         return
     if series.band is not None:
         axes.fill_between(series.x, *series.band.T, color=series.colour, alpha=0.18, linewidth=0)
