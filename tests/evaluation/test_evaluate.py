@@ -212,6 +212,7 @@ def test_a_sets_figures_are_those_of_its_own_conversations():
     assert (first["name"], first["conversations"], first["verifications"]) == ("chat", 2, 6)
     assert first["acceptance_length"] == (8 + 3) / 6 and first["mean_acceptance_length"] == (8 / 3 + 3 / 3) / 2
     assert first["position_acceptance"] == [2 / 6, 2 / 6, 1 / 6]
+    assert first["conditional_acceptance"] == [2 / 6, 1, 1 / 2]
     assert first["interval"] == [3 / 3, 8 / 3], "two conversations span it"
     assert first["position_intervals"] == [[0, 2 / 3], [0, 2 / 3], [0, 1 / 3]]
     # 9 and 4 tokens, in a second each with the draft, and two without

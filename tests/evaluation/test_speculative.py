@@ -43,7 +43,6 @@ from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.errors import UserError
 from eagle3.evaluation.acceptance import Decoding
 from eagle3.evaluation.drafter import ChainDrafter, draft_of, untrained_draft
-from eagle3.evaluation.results import as_json
 from eagle3.evaluation.speculative import TargetSession, compare, judge_export, plain_decoding, tie_resolution
 from eagle3.parallel.topology import Topology
 from eagle3.targets.logits import TargetHead
@@ -224,21 +223,6 @@ def test_output_is_the_targets_own_greedy_text(make, draft_tokens, topology):
         plain = plain_decoding(target, prompt, new_tokens=NEW_TOKENS)
         assert output.tokens == plain.tokens == tokens
         assert compare(output.tokens, plain) == "identical"
-
-
-def test_counts_agree_and_training_shows(pair):
-    draft, d2t = pair.draft()
-    result = decode_speculatively(pair.target, draft, d2t, pair.prompts)
-    assert result.acceptance_length == pytest.approx(1 + sum(result.position_acceptance))
-    assert sorted(result.accepted, reverse=True) == result.accepted
-    chance = 1.0
-    for share, conditional in zip(result.position_acceptance, result.conditional_acceptance, strict=True):
-        chance *= conditional
-        assert share == pytest.approx(chance)
-    untrained = untrained_draft(draft.draft_config, pair.target.head, pair.topology.modules, seed=0)
-    without_training = decode_speculatively(pair.target, untrained, d2t, pair.prompts)
-    assert result.acceptance_length > without_training.acceptance_length + 0.5
-    assert as_json(result)["acceptance_length"] == result.acceptance_length
 
 
 def test_a_draft_is_judged_with_another_window_as_if_it_had_that_and_the_result_names_both(pair, tmp_path):

@@ -381,34 +381,22 @@ def _diverging(record):
         record["loss"] = 5.0 + record["step"]
 
 
+COVERED = {"size": 100, "target_size": 4000, "coverage": 0.949}
+LEARNT_NOTHING = figures(8, 100, 2.7, [0.8, 0.5, 0.3, 0.1])
+LEFT_OUT = _prepared(20, dropped={"empty": 31}, kinds={"empty": "too_long"})
+FALLING = by_context([2.9, 2.8, 2.5, 2.4, 1.9])
 TROUBLES = {
     "supervised share": (lambda run: _with_started(run, tokens=100_000_000), "4.0%", "data.train"),
     "supervised tokens": (lambda run: _with_started(run, tokens=9000, supervised=4000), "4,000", "data.train"),
-    "coverage": (
-        lambda run: change(run.run, vocabulary={"size": 100, "target_size": 4000, "coverage": 0.949}),
-        "94.9%",
-        "model.draft.vocab_size",
-    ),
-    "left out": (
-        lambda run: _with_started(run, prepared=_prepared(20, dropped={"empty": 31}, kinds={"empty": "too_long"})),
-        "31 were dropped",
-        "data.too_long",
-    ),
+    "coverage": (lambda run: change(run.run, vocabulary=COVERED), "94.9%", "model.draft.vocab_size"),
+    "left out": (lambda run: _with_started(run, prepared=LEFT_OUT), "31 were dropped", "data.too_long"),
     "held-out loss": (lambda run: rewrite(run, change_record=_rising), "at step 300", "training.epochs"),
     "skipped": (lambda run: rewrite(run, {"step": 9, "kind": "skipped"}), "1 of 400", "training.skip_above_norm"),
     "held out": (lambda run: change(run.evaluation, yielded=1900), "1.90 in decoding", "data.train"),
-    "untrained": (
-        lambda run: change(run.evaluation, untrained=figures(8, 100, 2.7, [0.8, 0.5, 0.3, 0.1])),
-        "2.70",
-        "training.max_steps",
-    ),
+    "untrained": (lambda run: change(run.evaluation, untrained=LEARNT_NOTHING), "2.70", "training.max_steps"),
     "diverged": (lambda run: rewrite(run, change_record=_diverging), "to 385", "training.learning_rate"),
     "lossless": (lambda run: change(run.evaluation, mismatches=2), "2 of 24", "model.target_dtype"),
-    "context": (
-        lambda run: write_json(run.by_context, by_context([2.9, 2.8, 2.5, 2.4, 1.9])),
-        "1.90 at 8k",
-        "model.draft.rope_parameters",
-    ),
+    "context": (lambda run: write_json(run.by_context, FALLING), "1.90 at 8k", "model.draft.rope_parameters"),
 }
 
 
