@@ -51,11 +51,11 @@ def write(options: argparse.Namespace, console: Console) -> None:
 
 def write_model_card(folder: Path) -> str:
     """Writes the card. Returns a line that says what happened."""
-    from eagle3.reporting.card import Edited, write_card
+    from eagle3.reporting.card import NotWritten, write_card
 
     try:
         card = write_card(folder)
-    except Edited as kept:
+    except NotWritten as kept:
         return str(kept)
     return f"model card: {card}" if card else "model card: not written, since no draft has been exported yet"
 

@@ -31,7 +31,7 @@ from transformers import PretrainedConfig
 
 from eagle3.console import Progress, Warned
 from eagle3.errors import UserError
-from eagle3.evaluation.speculative import CountedConversation, Verdict, first_difference, tie_resolution
+from eagle3.evaluation.speculative import WARM_UP_TOKENS, CountedConversation, Verdict, first_difference, tie_resolution
 from eagle3.servers import Answer
 from eagle3.targets.sglang.asking import Generated, ServerInfo, ask
 from eagle3.targets.sglang.server import EngineOptions, SGLangServer
@@ -45,7 +45,6 @@ from eagle3.targets.sglang.version import (
 )
 
 ANSWER_SECONDS = 3600.0
-WARM_UP_TOKENS = 8
 SAMPLED_SCORES = 512  # tokens whose scores show how widely the logits of a position spread
 
 

@@ -18,21 +18,21 @@ VERSIONS = ("eagle3-recipes", "torch", "deepspeed", "megatron-core", "transforme
 SEAL = "\n<!-- written from the run's files; sha256 of the lines above: "
 
 
-class Edited(UserError):
-    """The card was edited by hand. Edits are never overwritten."""
+class NotWritten(UserError):
+    """Something was not written for a good reason: edits are never overwritten, and charts need matplotlib."""
 
 
 def write_card(path: Path) -> Path | None:
     """Write the card for the run in folder `path`, and return the card's path; None if no draft has been exported yet.
 
-    Raises UserError if there is no run, and Edited if somebody has edited the card.
+    Raises UserError if there is no run, and NotWritten if somebody has edited the card.
     """
     run = read_run(path)
     if not run.draft:
         return None
     card = run.folder.card
     if card.exists() and (text := card.read_text(encoding="utf-8")) != sealed(text.rpartition(SEAL)[0]):
-        raise Edited(f"{card}: was changed by hand, so it is kept; move it away to have it written again")
+        raise NotWritten(f"{card}: was changed by hand, so it is kept; move it away to have it written again")
     write_text(card, sealed(card_text(run)))
     return card
 

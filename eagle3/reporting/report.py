@@ -9,27 +9,23 @@ from pathlib import Path
 
 from eagle3.console import Console, waiting
 from eagle3.durable import write_bytes, write_text
-from eagle3.errors import UserError, extra_command
+from eagle3.errors import extra_command
 from eagle3.planning.payoff import tier_table
-from eagle3.reporting.card import Edited, write_card
+from eagle3.reporting.card import NotWritten, write_card
 from eagle3.reporting.markdown import summary, template
 from eagle3.reporting.record import read_run, target_name
 
 
-class NoMatplotlib(UserError):
-    """matplotlib is missing, so charts cannot be drawn."""
-
-
 def require_matplotlib() -> None:
-    """Raises NoMatplotlib if matplotlib is not installed."""
+    """Raises NotWritten if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise NoMatplotlib(f"matplotlib, which draws the charts, is not installed; {extra_command('report')}")
+        raise NotWritten(f"matplotlib, which draws the charts, is not installed; {extra_command('report')}")
 
 
 def write_report(path: Path) -> Path:
     """Write the report of the run in folder `path`, and return its page's path.
 
-    Raises UserError if there is no run or a file is damaged, and NoMatplotlib if matplotlib is missing.
+    Raises UserError if there is no run or a file is damaged, and NotWritten if matplotlib is missing.
     """
     run = read_run(path)
     require_matplotlib()
@@ -66,10 +62,8 @@ def write_up(run: Path, console: Console) -> None:
             with waiting(console, f"writing the {product}"):
                 path = write(run)
             console.result(f"{product}: {path}")
-        except Edited as notice:
-            console(str(notice))
-        except NoMatplotlib as lack:
-            console(f"no {product}: {lack}, then python launchers/report.py {run}")
+        except NotWritten as reason:
+            console(f"no {product}: {reason}, then python launchers/report.py {run}")
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             console.warn(f"no {product}: {reason}; the run is whole, and python launchers/report.py {run} makes it")

@@ -9,7 +9,7 @@ import yaml
 from huggingface_hub import ModelCard
 from report_case import RECIPE, SETS, change, evaluation, started, write_json, write_run
 
-from eagle3.reporting.card import Edited, write_card
+from eagle3.reporting.card import NotWritten, write_card
 from eagle3.reporting.markdown import one_line, summary
 from eagle3.reporting.record import read_run
 
@@ -238,7 +238,7 @@ def test_a_card_is_written_anew_until_somebody_edits_it(run):
     assert "3.21" in after and "3.21" not in before
     edited = after.replace("license: other", "license: mit")
     run.card.write_text(edited, encoding="utf-8")
-    with pytest.raises(Edited, match="changed by hand"):
+    with pytest.raises(NotWritten, match="changed by hand"):
         write_card(run.path)
     assert run.card.read_text(encoding="utf-8") == edited
 
