@@ -32,12 +32,7 @@ SPECIAL = [
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE like those of Qwen and Llama 3, trained on a few lines."""
-    lines = [
-        "What is the capital of France? Paris.",
-        "And of Italy? Rome.",
-        "assistant\nuser\n\nsystem\n",
-        "Hello there",
-    ]
+    lines = ["What is the capital of France? Paris.", "And of Italy? Rome.", "assistant\nuser\n\nsystem\n", "Hello"]
     backend = byte_level(lines * 10, 500, SPECIAL)
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
@@ -168,11 +163,7 @@ INLINE = ("a", "<think>\nFrance\n</think>\n\nParis.")
         ("thinking", (("u", "x"), INLINE, ("u", "y"), THOUGHT), ["Paris.<|im_end|>", SHOWN]),
         ("thinking", (("u", "x"), THOUGHT, ("u", "y"), INLINE), ["Rome.<|im_end|>", f"{INLINE[1]}<|im_end|>"]),
         ("opened_thinking", (("u", "x"), ("a", "so</think>Yes")), ["Yes<|end_of_sentence|>"]),
-        (
-            "channels",
-            (("u", "x"), THOUGHT),
-            [f"{ANALYSIS}<|start|>assistant{FINAL}Rome.<|return|>"],
-        ),
+        ("channels", (("u", "x"), THOUGHT), [f"{ANALYSIS}<|start|>assistant{FINAL}Rome.<|return|>"]),
     ],
 )
 def test_thinking_is_supervised_where_the_template_shows_it(spans, name, turns, expected):
@@ -186,10 +177,7 @@ def test_a_generation_prompt_that_opens_thinking_is_not_supervised(spans):
     assert spans(QUESTIONS, opened) == ["Paris.<|im_end|>", "\n</think>\n\nRome.<|im_end|>"]
 
 
-FINAL, COMMENTARY = (
-    "<|channel|>final<|message|>",
-    ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>',
-)
+COMMENTARY = ' to=functions.add<|channel|>commentary json<|message|>{"a": 1}<|call|>'
 
 
 @pytest.mark.parametrize(

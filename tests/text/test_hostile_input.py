@@ -7,6 +7,7 @@ import resource
 import signal
 import time
 from functools import partial
+from itertools import pairwise
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -86,22 +87,14 @@ def parquet(path, text):
     return read_conversations([str(path)])
 
 
-def of_a_run(name):
-    def read(path, text):
-        run = write_run(path.parent / "run")
-        file = run.path / name
-        file.write_text(text + "\n{}" if name.endswith("l") else text, encoding="utf-8")
-        return read_run(run.path)
-
-    return read
+def of_a_run(path, text, name):
+    run = write_run(path.parent / "run")
+    (run.path / name).write_text(text + "\n{}" if name.endswith("l") else text, encoding="utf-8")
+    return read_run(run.path)
 
 
 def written(read):
-    def write_and_read(path, text):
-        path.write_text(text, encoding="utf-8")
-        return read(path)
-
-    return write_and_read
+    return lambda path, text: (path.write_text(text, encoding="utf-8"), read(path))
 
 
 def answers(path, text):
@@ -110,11 +103,6 @@ def answers(path, text):
     (record / "settings.json").write_text(text, encoding="utf-8")
     path.write_text('{"id": "a"}\n', encoding="utf-8")
     AnswerFile(path, {})
-
-
-def manifest(path, text):
-    path.write_text(text, encoding="utf-8")
-    return read_manifest(open_files(str(path.parent)))
 
 
 def shard(path, text):
@@ -138,11 +126,11 @@ READERS = {
     "a draft's config": ("config.json", written(read_draft_config)),
     "DeepSpeed's file": ("zero2.json", written(lambda path: deepspeed_config(path, None, 1))),
     **{
-        name: ("x", of_a_run(name))
+        name: ("x", partial(of_a_run, name=name))
         for name in ("run.json", "metrics.jsonl", "evaluation.json", "by_context.json", "export/config.json")
     },
     "regenerated rows": ("a.jsonl", answers),
-    "a store": ("store.json", manifest),
+    "a store": ("store.json", written(lambda path: read_manifest(open_files(str(path.parent))))),
     "a shard's index": ("x.safetensors", shard),
 }
 
@@ -164,9 +152,7 @@ def test_an_error_line_shows_no_more_than_a_screen_and_nothing_that_steers_a_ter
 
 # Recipes --------------------------------------------------------------------------------------------------------------
 
-LAUGHS = "a: &a [x, x]\n" + "".join(
-    f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)
-)
+LAUGHS = "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}, *{a}]\n" for a, b in pairwise("abcdefghi"))
 
 
 @pytest.mark.parametrize(
@@ -195,19 +181,11 @@ def test_a_hostile_recipe_is_refused_with_line_and_reason(tmp_path, text, messag
     assert line.startswith(f"{path}: ") and message in line, line
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "data.train=" + "[" * 5000,
-        "data.train=&a [*a]",
-        "data.train=[a, {b: 1, b: 2}]",
-        "training.seed=" + "9" * 5000,
-        "data.today=2026-99-01",
-        ".".join("a" * 2000) + "=1",
-        "x" * 10**6,
-    ],
-    ids=lambda override: override[:20],
-)
+OVERRIDES = ["data.train=" + "[" * 5000, "data.train=&a [*a]", "data.train=[a, {b: 1, b: 2}]", "data.today=2026-99-01"]
+OVERRIDES += ["training.seed=" + "9" * 5000, ".".join("a" * 2000) + "=1", "x" * 10**6]
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda override: override[:20])
 def test_a_hostile_override_is_refused_with_its_beginning(tmp_path, target, override):
     line = line_of(load_recipe, write_recipe(tmp_path, target), [override])
     assert line.startswith("command line: '") and override[:10] in line

@@ -159,11 +159,7 @@ def test_a_source_of_another_form_is_given_up_after_ten_rows_and_others_are_stil
         ("a.parquet", b"PAR1", "not a readable parquet file"),
         ("a.json", b'[\n{"text": "x"},\n{"text": }]', "not valid JSON (Expecting value: line 3 column 10"),
         ("a.json", b'[{"text": "\xe9"}, {"text": "b"}]', "not UTF-8 text ('utf-8' codec can't decode byte 0xe9"),
-        (
-            "a.jsonl",
-            b'{"prompt": 1}\n{}\n{"text": 1}',
-            "no row can be read (2: none of the forms that are read, 1: ",
-        ),
+        ("a.jsonl", b'{"prompt": 1}\n{}\n{"text": 1}', "no row can be read (2: none of the forms that are read, 1: "),
         ("a.jsonl", "Grüße".encode("utf-16"), "no row can be read (1: not UTF-8 text)"),
     ],
 )
@@ -198,10 +194,8 @@ def test_samples_are_those_of_the_readable_rows_and_the_account_counts_the_other
     assert reasons[0] == f"4 dropped: malformed row (not valid JSON) (first {path}:{places[0]})"
     assert len(reasons) == len(REASONS) == 9
     many = replace(summary, dropped=dict.fromkeys("abcdefghijklm", 2), examples=dict.fromkeys("abcdefghijklm", "x:1"))
-    assert many.reasons()[9:] == [
-        "2 dropped: j (first x:1)",
-        "6 for 3 other reasons, which a run lists in run.json and its report",
-    ]
+    rest = "6 for 3 other reasons, which a run lists in run.json and its report"
+    assert many.reasons()[9:] == ["2 dropped: j (first x:1)", rest]
     assert lines_of(prepare, [str(path)], tokenizer, **options)[-1].endswith("data.malformed=drop")
     # The summary is about the rows of this call, even if the samples come from the cache.
     path.write_bytes(path.read_bytes() + b"\n[1]")
