@@ -8,7 +8,6 @@ import fcntl
 import json
 import math
 import os
-import runpy
 import signal
 import sys
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import date
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from pathlib import Path
 
 import pyarrow as pa
@@ -35,7 +35,6 @@ from eagle3.regeneration.turns import Generation, plan_of
 from eagle3.text.conversations import Conversation, read_conversations
 
 KEY = "sk-nobody-may-see-this"
-LAUNCHER = LAUNCHERS / "regenerate.py"
 LOOKUP = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties": {}}}}
 
 # What the server answers to a prompt that begins with such a word:
@@ -483,15 +482,12 @@ def test_no_more_requests_are_in_flight_than_asked_for_and_no_more_conversations
 
 
 @pytest.fixture
-def called_here(monkeypatch, capfd):
+def called_here(launcher):
     """The launcher, run in this process: its exit code and what it said."""
 
-    def call(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", [str(LAUNCHER), *words])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(LAUNCHER), run_name="__main__")
-        out, err = capfd.readouterr()
-        return ended.value.code, out + err
+    def call(*words: object) -> tuple[int, str]:
+        code, out, err = launcher("regenerate.py", *words)
+        return code, out + err
 
     return call
 
@@ -502,7 +498,7 @@ def test_after_a_kill_rows_are_neither_lost_nor_doubled_and_the_key_is_seen_nowh
     with Server(key=KEY, seconds=0.1) as server:
         words = ("--data", source, "--out", str(out), "--endpoint", server.url, "--concurrency", "3")
         monkeypatch.setenv("OPENAI_API_KEY", KEY)
-        process = launch(sys.executable, str(LAUNCHER), *words)
+        process = launch(sys.executable, str(LAUNCHERS / "regenerate.py"), *words)
         wait_until(lambda: out.exists() and out.read_bytes().count(b"\n") >= 10, process)
         server.seconds = 60.0  # so that it is in the middle when it is killed
         try:
@@ -573,15 +569,15 @@ def test_malformed_rows_are_listed_before_anything_is_asked_for_or_left_out_and_
     assert (summary["read"], summary["rows"], sum(summary["left_out"].values())) == (1, 1, 2)
 
 
-def test_every_mistake_is_one_line_with_the_value_and_the_remedy(tmp_path, server, called_here):
+def test_every_mistake_is_one_line_with_the_value_and_the_remedy(tmp_path, server, refused):
     source = write(tmp_path / "prompts.jsonl", {"messages": [user("one")]})
-    good = {"--data": source, "--out": str(tmp_path / "out.jsonl"), "--endpoint": server.url}
+    good = {"--data": source, "--out": tmp_path / "out.jsonl", "--endpoint": server.url}
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "other.jsonl").write_text('{"messages": []}\n')
     (tmp_path / "key").write_text("two words")
     (tmp_path / "blocked.jsonl.record" / "left_out.jsonl").mkdir(parents=True)
     cases = [
-        ({"--data": str(tmp_path / "none.jsonl")}, "none.jsonl: no such file"),
+        ({"--data": tmp_path / "none.jsonl"}, "none.jsonl: no such file"),
         ({"--endpoint": "localhost:30000"}, "not an address of the form http://host:port"),
         ({"--endpoint": "http://host:99999"}, "is not an address"),
         ({"--endpoint": "http://me:secret@host:1"}, "use --api-key-file"),
@@ -589,13 +585,13 @@ def test_every_mistake_is_one_line_with_the_value_and_the_remedy(tmp_path, serve
         ({"--endpoint": f"{server.url}/v1/chat/completions"}, "is not an address of the form"),
         ({"--endpoint": f"{server.url}/elsewhere"}, "not answered as OpenAI does"),
         ({"--endpoint": "http://127.0.0.1:9"}, "no endpoint can be used (http://127.0.0.1:9/v1: ConnectError"),
-        ({"--out": str(tmp_path / "missing" / "out.jsonl")}, "there is no folder"),
-        ({"--out": str(tmp_path / "folder.jsonl")}, "is a folder"),
-        ({"--out": str(tmp_path / "out.json")}, "has to end in .jsonl"),
+        ({"--out": tmp_path / "missing" / "out.jsonl"}, "there is no folder"),
+        ({"--out": tmp_path / "folder.jsonl"}, "is a folder"),
+        ({"--out": tmp_path / "out.json"}, "has to end in .jsonl"),
         ({"--out": source}, "is among the data that is read"),
-        ({"--data": str(tmp_path)}, "is among the data that is read"),
-        ({"--out": str(tmp_path / "other.jsonl")}, "says how they came"),
-        ({"--out": str(tmp_path / "blocked.jsonl")}, "left_out.jsonl: cannot be written (Is a directory)"),
+        ({"--data": tmp_path}, "is among the data that is read"),
+        ({"--out": tmp_path / "other.jsonl"}, "says how they came"),
+        ({"--out": tmp_path / "blocked.jsonl"}, "left_out.jsonl: cannot be written (Is a directory)"),
         ({"--max-tokens": "0"}, "--max-tokens: 0 is out of range; give 1 or more"),
         ({"--concurrency": "-3"}, "--concurrency: -3"),
         ({"--temperature": "nan"}, "--temperature: nan"),
@@ -604,14 +600,13 @@ def test_every_mistake_is_one_line_with_the_value_and_the_remedy(tmp_path, serve
         ({"--model": "unknown"}, "does not serve 'unknown' but tiny; name that"),
         ({"--template-variables": "{x}"}, "is not JSON"),
         ({"--template-variables": "3"}, "is not a JSON object"),
-        ({"--api-key-file": str(tmp_path / "nokey")}, "cannot be read (FileNotFoundError)"),
-        ({"--api-key-file": str(tmp_path / "key")}, "write the key alone into it"),
+        ({"--api-key-file": tmp_path / "nokey"}, "cannot be read (FileNotFoundError)"),
+        ({"--api-key-file": tmp_path / "key"}, "write the key alone into it"),
     ]
     for changes, expected in cases:
-        code, output = called_here(*(word for pair in (good | changes).items() for word in pair))
-        lines = output.splitlines()
-        assert code == 2 and lines[-1].startswith("error: ") and expected in lines[-1], (changes, output)
-        assert len(lines) == 1 and "two words" not in output and "secret" not in output, output
+        line = refused("regenerate.py", *chain.from_iterable((good | changes).items()))
+        assert line.startswith("error: ") and expected in line, (changes, line)
+        assert "two words" not in line and "secret" not in line
 
 
 def test_the_key_of_the_environment_does_not_travel_in_the_clear(tmp_path, server, called_here, monkeypatch):

@@ -1,34 +1,30 @@
 """A real SGLang's answers are the target's greedy decoding, and training supervises exactly them."""
 
 import json
-import runpy
-import sys
+from pathlib import Path
 
 import pytest
 import torch
-from places import LAUNCHERS
-from sglang_case import cpu_environment, options
+from prepare_cases import OPTIONS, prepare
+from sglang_case import cpu_environment
+from sglang_case import options as engine_options
 from tiny_run import TEMPLATE, conversations, make_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eagle3.targets.sglang.server import SGLangServer
 from eagle3.text.conversations import read_conversations
-from eagle3.text.encode import SampleEncoder
-from eagle3.text.prepare import prepare_samples, preview
+from eagle3.text.prepare import preview
 
 pytestmark = pytest.mark.sglang
 
 NEW_TOKENS = 60
 PROMPTS = 6
 LOOKUP = {"name": "lookup", "parameters": {"type": "object", "properties": {"place": {"type": "string"}}}}
+CALL = {"type": "function", "function": {"name": "lookup", "arguments": '{"place": "Ghent"}'}}
 WITH_TOOLS = {
     "messages": [
         {"role": "user", "content": "Rain?"},
-        {
-            "role": "assistant",
-            "reasoning_content": "It may rain.",
-            "tool_calls": [{"type": "function", "function": {"name": "lookup", "arguments": '{"place": "Ghent"}'}}],
-        },
+        {"role": "assistant", "reasoning_content": "It may rain.", "tool_calls": [CALL]},
         {"role": "tool", "content": "rain"},
         {"role": "assistant", "content": "Yes."},
     ],
@@ -61,9 +57,7 @@ def greedy(folder, messages: list[dict]) -> tuple[str, bool]:
     return tokenizer.decode(tokens, skip_special_tokens=True), ended
 
 
-def test_answers_are_the_greedy_decoding_of_the_target_and_training_supervises_exactly_them(
-    tmp_path, monkeypatch, capfd
-):
+def test_answers_are_the_greedy_decoding_of_the_target_and_training_supervises_exactly_them(tmp_path, launcher):
     target, source, out = make_target(tmp_path / "target"), tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     teach(target)
     rows = conversations(PROMPTS)
@@ -72,24 +66,20 @@ def test_answers_are_the_greedy_decoding_of_the_target_and_training_supervises_e
     rows.append({"messages": [{"role": "user", "content": "Tell me " * 200}]})  # longer than the context
     source.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
-    def regenerate(url: str, out=out, source=source, temperature: float = 0, further: tuple[str, ...] = ()) -> str:
-        words = ["--data", source, "--out", out, "--endpoint", url, "--temperature", temperature]
-        words += ["--max-tokens", NEW_TOKENS, *further]
-        monkeypatch.setattr(sys, "argv", ["regenerate.py", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(LAUNCHERS / "regenerate.py"), run_name="__main__")
-        stdout, mistakes = capfd.readouterr()
-        assert ended.value.code == 0, stdout + mistakes
+    def regenerate(source: Path, out: Path, temperature: float, *further: object) -> str:
+        words = ["--data", source, "--out", out, "--endpoint", server.url, "--temperature", temperature]
+        code, stdout, mistakes = launcher("regenerate.py", *words, "--max-tokens", NEW_TOKENS, *further)
+        assert code == 0, stdout + mistakes
         return stdout
 
-    with cpu_environment(), SGLangServer(options(target)) as server:
-        first = regenerate(server.url)
+    with cpu_environment(), SGLangServer(engine_options(target)) as server:
+        first = regenerate(source, out, 0)
         content = out.read_bytes()
-        again = regenerate(server.url)
-        source.with_name("tools.jsonl").write_text(json.dumps(WITH_TOOLS))
-        further = ("--turns", "last", "--truncated", "keep", "--seed", "3", "--top-p", "0.9")
+        again = regenerate(source, out, 0)
+        (tmp_path / "tools.jsonl").write_text(json.dumps(WITH_TOOLS))
+        further = ("--turns", "last", "--truncated", "keep", "--seed", 3, "--top-p", 0.9)
         further += ("--template-variables", '{"enable_thinking": false}')
-        regenerate(server.url, tmp_path / "more.jsonl", source.with_name("tools.jsonl"), 0.7, further)
+        regenerate(tmp_path / "tools.jsonl", tmp_path / "more.jsonl", 0.7, *further)
     assert out.read_bytes() == content and "0 answered now" in again
 
     (row,) = read_conversations([str(tmp_path / "more.jsonl")])
@@ -118,14 +108,8 @@ def test_answers_are_the_greedy_decoding_of_the_target_and_training_supervises_e
 
     tokenizer = AutoTokenizer.from_pretrained(target)
     assert tokenizer.chat_template == TEMPLATE
-    samples = prepare_samples(
-        [str(out)],
-        SampleEncoder(tokenizer, None, 256),
-        max_samples=None,
-        workers=1,
-        cache_dir=tmp_path / "cache",
-        report=print,
-    ).samples
+    options = {**OPTIONS, "chat_template": None, "max_length": 256, "cache_dir": tmp_path / "cache"}
+    samples = prepare([str(out)], tokenizer, **options).samples
     shown = [preview(samples[index], tokenizer, color=False) for index in range(len(samples))]
     assert shown == ["".join(map(marked, row["messages"])) for row in answered]
 
