@@ -40,12 +40,12 @@ class AnswerFile(AbstractContextManager):
         settings_path = self.record / "settings.json"
         with ExitStack() as stack:
             self.rows = stack.enter_context(_open(path))
-            if lock(self.rows) is Lock.TAKEN:
-                raise UserError(f"--out: {path}: another process writes it; wait for it, or name another file")
-            if self.rows.seek(0, os.SEEK_END) and not settings_path.exists():
-                raise UserError(
-                    f"--out: {path}: has rows, but no {settings_path} says how they came; name another file"
-                )
+            unknown = self.rows.seek(0, os.SEEK_END) and not settings_path.exists()
+            refuse(
+                f"--out: {path}",
+                (lock(self.rows) is Lock.TAKEN, "another process writes it; wait for it, or name another file"),
+                (unknown, f"has rows, but no {settings_path} says how they came; name another file"),
+            )
             self.other = stack.enter_context(_open(self.record / "left_out.jsonl"))
             left_out = _rows(self.other, Path(self.other.name), "id", "reason", "detail")
             self.done: dict[str, LeftOut | None] = {name: LeftOut(*reason) for name, *reason in left_out}

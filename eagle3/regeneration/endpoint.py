@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import httpx2
 from pydantic import AfterValidator, AliasPath, BeforeValidator, Field
 
-from eagle3.errors import UserError
+from eagle3.errors import UserError, refuse
 from eagle3.servers import Client, Count, Declined, ListOf, MalformedAnswer, Name, NoAnswer, Typed, ask_once
 
 PROBE_SECONDS = 10.0
@@ -96,15 +96,15 @@ def endpoint_urls(addresses: Sequence[str]) -> list[str]:
     """Each endpoint as `http://host:port/v1`, whether or not `/v1` was given. Raises UserError for invalid ones."""
     urls = []
     for number, text in enumerate(addresses, 1):
-        if "@" in text:  # what precedes it may be a password, which no message may show
-            raise UserError(
-                f"--endpoint: address {number} holds an @, and so a user or password; write http://host:port and use "
-                "--api-key-file"
-            )
         url = text.strip().rstrip("/").removesuffix("/v1")
         address = ADDRESS.fullmatch(url)
-        if not address or not 0 < int(address[2] or 80) < 65536 or url.endswith("/chat/completions"):
-            raise UserError(f"--endpoint: {text!r} is not an address of the form http://host:port; write it like that")
+        right = address and 0 < int(address[2] or 80) < 65536 and not url.endswith("/chat/completions")
+        with_password = f"address {number} holds an @, and so a user or password"  # which no message may show
+        refuse(
+            "--endpoint",
+            ("@" in text, f"{with_password}; write http://host:port and use --api-key-file"),
+            (not right, f"{text!r} is not an address of the form http://host:port; write it like that"),
+        )
         urls.append(f"{url}/v1")
     [(url, count)] = Counter(urls).most_common(1)
     if count > 1:
@@ -149,10 +149,11 @@ def find_model(
         report(f"{url} is left out: {reason}")
     for url, names in served.items():
         listing = ", ".join(names) or "no model"
-        if model_name is None and len(names) != 1:
-            raise UserError(f"--model: {url} serves {listing}; name one")
-        if model_name not in (None, *names):
-            raise UserError(f"--model: {url} does not serve {model_name!r} but {listing}; name that")
+        refuse(
+            "--model",
+            (model_name is None and len(names) != 1, f"{url} serves {listing}; name one"),
+            (model_name not in (None, *names), f"{url} does not serve {model_name!r} but {listing}; name that"),
+        )
     models = {model_name or name for [name, *_] in served.values()}
     if len(models) > 1:
         details = ", ".join(f"{url} {name}" for url, [name] in served.items())

@@ -31,10 +31,17 @@ class Generation:
 
     def body(self, messages: list[dict], tools: list | None) -> dict[str, Any]:
         """The body of a request for the answer to `messages`."""
-        options = {name: getattr(self, name) for name in ("temperature", "top_p", "seed")}
-        options |= {"tools": tools, "chat_template_kwargs": self.template_variables or None}
-        options = {name: value for name, value in options.items() if value is not None}
-        return {"model": self.model, "messages": messages, "max_tokens": self.max_tokens, **options}
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "tools": tools,
+            "chat_template_kwargs": self.template_variables or None,
+        }
+        return {name: value for name, value in body.items() if value is not None}
 
 
 @dataclass

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import pytest
 from limits import HANG_SECONDS, wait_until
 from places import LAUNCHERS
+from prepare_cases import jsonl
 from tiny_run import launch
 
 from eagle3.errors import UserError
@@ -168,11 +169,6 @@ def called(identity: str, place: str) -> dict:
     return {"id": identity, "type": "function", "function": {"name": "lookup", "arguments": f'{{"place": "{place}"}}'}}
 
 
-def write(path: Path, *rows: dict) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
-
-
 def prompt_of(row: dict) -> str:
     return row["messages"][0]["content"]
 
@@ -188,7 +184,7 @@ def settings(turns="all", reasoning="keep", truncated="drop", max_tokens=50, **s
 def ask(
     out: Path, rows: list[dict], *servers: Server, concurrency=4, timeout=HANG_SECONDS, report=print, **changes
 ) -> RegenerationSummary:
-    conversations = read_conversations([write(out.with_name("prompts.jsonl"), *rows)])
+    conversations = read_conversations([jsonl(out.with_name("prompts.jsonl"), *rows)])
     generation = settings(**changes)
     limits = {"concurrency": concurrency, "timeout": timeout, "patience": (0.01, 0.02, 0.05)}
     endpoints = [Endpoint(url, None, "tiny", **limits) for url in endpoint_urls([server.url for server in servers])]
@@ -214,27 +210,24 @@ def test_by_default_every_answer_is_the_targets_own_given_its_own_earlier_ones(t
 
 
 def test_the_last_turn_alone_is_asked_for_after_the_original_ones(tmp_path, server):
-    [messages] = answers(tmp_path, server, {"messages": TALK}, turns="last")
-    assert messages == [*TALK[:4], assistant("A4 to two")]
+    assert answers(tmp_path, server, {"messages": TALK}, turns="last") == [[*TALK[:4], assistant("A4 to two")]]
     assert [body["messages"] for body in server.bodies] == [TALK[:4]]
 
 
 @pytest.mark.parametrize("turns", ["all", "last"])
 def test_a_prompt_without_an_answer_gets_one_and_a_greeting_that_opens_stays(tmp_path, server, turns):
-    prompt, greeted = [user("one")], [assistant("Hello!"), user("two"), assistant("old")]
-    messages = answers(tmp_path, server, {"messages": prompt}, {"messages": greeted}, turns=turns)
-    assert messages == [
-        [user("one"), assistant("A1 to one")],
-        [assistant("Hello!"), user("two"), assistant("A2 to two")],
-    ]
+    greeted = {"messages": [assistant("Hello!"), user("two"), assistant("old")]}
+    first, second = answers(tmp_path, server, *asking("one"), greeted, turns=turns)
+    assert first == [user("one"), assistant("A1 to one")]
+    assert second == [assistant("Hello!"), user("two"), assistant("A2 to two")]
 
 
 def test_rows_are_read_back_as_they_are_and_the_same_prompt_is_asked_for_once(tmp_path, server):
     rows = [{"messages": [user("one"), assistant(f"old {number}")]} for number in range(3)]
     summary = ask(tmp_path / "out.jsonl", [*rows, {"messages": [user("two")]}], server)
     assert (summary.answered, summary.repeated, summary.rows, summary.tokens) == (2, 2, 2, 6)
-    talks = {repr(one.messages) for one in read_conversations([str(tmp_path / "out.jsonl")])}
-    assert talks == {repr((user(word), assistant(f"A1 to {word}"))) for word in ("one", "two")}
+    talks = [one.messages for one in read_conversations([str(tmp_path / "out.jsonl")])]
+    assert sorted(talks, key=repr) == [(user(word), assistant(f"A1 to {word}")) for word in ("one", "two")]
     assert all(list(row) == ["id", "messages"] for row in rows_of(tmp_path / "out.jsonl"))
     # a folder with the answers is data: nothing beside them is taken for rows
     (tmp_path / "prompts.jsonl").unlink()
@@ -329,11 +322,9 @@ def test_with_the_last_turn_alone_original_calls_and_results_are_context(tmp_pat
 def test_what_decides_the_answers_is_sent_and_what_is_not_given_is_left_to_the_server(tmp_path, server):
     ask(tmp_path / "a.jsonl", asking("one"), server)
     assert server.bodies.pop() == {"model": "tiny", "messages": [user("one")], "max_tokens": 50}
-    sampling = {"temperature": 0.0, "top_p": 0.9, "seed": 7}
-    variables = {"enable_thinking": False}
+    sampling, variables = {"temperature": 0.0, "top_p": 0.9, "seed": 7}, {"enable_thinking": False}
     ask(tmp_path / "b.jsonl", asking("one"), server, **sampling, template_variables=variables)
-    sent = server.bodies.pop()
-    assert {name: sent[name] for name in sampling} == sampling and sent["chat_template_kwargs"] == variables
+    assert (sampling | {"chat_template_kwargs": variables}).items() <= server.bodies.pop().items()
 
 
 # What is left out -----------------------------------------------------------------------------------------------------
@@ -344,13 +335,9 @@ def test_every_answer_that_is_none_to_learn_from_is_counted_by_reason_and_not_as
     rows += [{"text": "No turns."}, {"messages": [TALK[0], user("a"), assistant("b"), assistant("c")]}]
     summary = ask(tmp_path / "out.jsonl", rows, server, concurrency=1)
     expected = {
-        "refused by the server": 1,
-        "truncated at the length limit": 2,
-        "stopped by the server's content filter": 1,
-        "finish_reason repetition": 1,
-        "an empty answer": 1,
+        **{"refused by the server": 1, "truncated at the length limit": 2, "stopped by the server's content filter": 1},
+        **{"finish_reason repetition": 1, "an empty answer": 1, "plain text, which has no turns": 1},
         "a tool call whose arguments are not a JSON object": 1,
-        "plain text, which has no turns": 1,
         "an assistant's turn that follows another of its own": 1,
     }
     assert summary.left_out == expected and summary.rows == summary.answered == 1
@@ -418,7 +405,7 @@ def test_a_slow_answer_is_a_failure_after_the_time_limit(tmp_path):
     assert summary.failed == 1 and "no whole answer within 0.1 s" in summary.examples["failed"]
 
 
-def test_an_endpoint_that_dies_is_named_and_the_other_does_its_work(tmp_path, server):
+def test_an_endpoint_that_dies_is_named_and_asked_nothing_more_and_the_other_does_its_work(tmp_path, server):
     lines = []
     with Server(seconds=0.01) as dying:
         dying.dies_after, server.seconds = 10, 0.03
@@ -426,7 +413,7 @@ def test_an_endpoint_that_dies_is_named_and_the_other_does_its_work(tmp_path, se
     assert summary.rows == summary.answered == 80 and server.bodies
     assert sorted(map(prompt_of, rows_of(tmp_path / "out.jsonl"))) == sorted(numbered(80))
     assert len(lines) == 1 and lines[0].startswith(f"{dying.url}/v1 is left out: ")
-    assert len(dying.bodies) > 10
+    assert 10 < len(dying.bodies) <= 10 + 4  # none of the four at a time asks it again
 
 
 def test_when_the_last_endpoint_dies_all_that_came_is_kept_and_a_rerun_asks_for_the_rest(tmp_path, server):
@@ -438,25 +425,17 @@ def test_when_the_last_endpoint_dies_all_that_came_is_kept_and_a_rerun_asks_for_
     assert (summary.earlier, summary.answered, summary.rows) == (2, 20, 22)
 
 
-def test_an_endpoint_that_is_left_out_is_asked_nothing_more(tmp_path, server):
-    with Server() as dead:
-        dead.dying, lines = True, []
-        summary = ask(tmp_path / "out.jsonl", asking(*numbered(8)), dead, server, report=lines.append)
-    assert summary.answered == 8 and len(dead.bodies) <= 4 and len(lines) == 1
-
-
 def test_an_endpoint_that_comes_back_with_another_model_is_left_out(tmp_path, server):
-    lines = []
+    lines, rows = [], asking("FAILTWICE now", *numbered(6))
+    server.model = "replaced"
     with Server() as other:
-        rows = asking("FAILTWICE now", *numbered(6))
-        server.model = "replaced"
         summary = ask(tmp_path / "out.jsonl", rows, server, other, concurrency=1, report=lines.append)
     assert summary.rows == 7 and lines == [f"{server.url}/v1 is left out: it now serves replaced"]
 
 
 def test_no_more_requests_are_in_flight_than_asked_for_and_no_more_conversations_held(tmp_path):
     drawn = answered = most = 0
-    conversations = read_conversations([write(tmp_path / "prompts.jsonl", *asking(*numbered(60)))])
+    conversations = read_conversations([jsonl(tmp_path / "prompts.jsonl", *asking(*numbered(60)))])
 
     class Counting(AnswerFile):
         def add(self, row: dict) -> None:
@@ -494,7 +473,7 @@ def called_here(launcher):
 
 def test_after_a_kill_rows_are_neither_lost_nor_doubled_and_the_key_is_seen_nowhere(tmp_path, called_here, monkeypatch):
     rows = asking(*numbered(60), "REFUSE it")
-    source, out = write(tmp_path / "prompts.jsonl", *rows), tmp_path / "out.jsonl"
+    source, out = jsonl(tmp_path / "prompts.jsonl", *rows), tmp_path / "out.jsonl"
     with Server(key=KEY, seconds=0.1) as server:
         words = ("--data", source, "--out", str(out), "--endpoint", server.url, "--concurrency", "3")
         monkeypatch.setenv("OPENAI_API_KEY", KEY)
@@ -537,7 +516,7 @@ def test_after_a_kill_rows_are_neither_lost_nor_doubled_and_the_key_is_seen_nowh
 
 
 def test_a_dead_endpoint_at_the_start_is_named_and_last_turn_supervision_is_recommended(tmp_path, server, called_here):
-    source = write(tmp_path / "prompts.jsonl", {"messages": TALK})
+    source = jsonl(tmp_path / "prompts.jsonl", {"messages": TALK})
     words = ("--data", source, "--out", str(tmp_path / "out.jsonl"), "--turns", "last")
     code, output = called_here(*words, "--endpoint", "http://127.0.0.1:9", server.url)
     assert code == 0 and "warning: http://127.0.0.1:9/v1 is left out: ConnectError" in output
@@ -550,7 +529,7 @@ def test_a_run_with_failures_ends_with_exit_code_1_and_one_without_a_row_with_2(
         ("none", [{"text": "No turns."}], 2, ("has no row", "1 left out: plain text")),
     ):
         words = ("--out", str(tmp_path / f"{name}.jsonl"), "--endpoint", server.url)
-        code, output = called_here("--data", write(tmp_path / "prompts.jsonl", *rows), *words)
+        code, output = called_here("--data", jsonl(tmp_path / "prompts.jsonl", *rows), *words)
         assert code == expected and all(part in output for part in told)
 
 
@@ -570,7 +549,7 @@ def test_malformed_rows_are_listed_before_anything_is_asked_for_or_left_out_and_
 
 
 def test_every_mistake_is_one_line_with_the_value_and_the_remedy(tmp_path, server, refused):
-    source = write(tmp_path / "prompts.jsonl", {"messages": [user("one")]})
+    source = jsonl(tmp_path / "prompts.jsonl", {"messages": [user("one")]})
     good = {"--data": source, "--out": tmp_path / "out.jsonl", "--endpoint": server.url}
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "other.jsonl").write_text('{"messages": []}\n')
@@ -610,7 +589,7 @@ def test_every_mistake_is_one_line_with_the_value_and_the_remedy(tmp_path, serve
 
 
 def test_the_key_of_the_environment_does_not_travel_in_the_clear(tmp_path, server, called_here, monkeypatch):
-    words = ("--data", write(tmp_path / "a.jsonl", {"messages": TALK}), "--out", str(tmp_path / "out.jsonl"))
+    words = ("--data", jsonl(tmp_path / "a.jsonl", {"messages": TALK}), "--out", str(tmp_path / "out.jsonl"))
     far = (*words, "--endpoint", server.url, "http://192.0.2.1:9")
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
     code, output = called_here(*far)
