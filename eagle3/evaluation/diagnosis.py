@@ -7,7 +7,6 @@ best such change is made, and all others are tried again on top of it, so that s
 
 from collections.abc import Callable, Sequence
 from dataclasses import field, replace
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from eagle3.console import Say, counted
 from eagle3.draft.interchange import ExportedDraft
+from eagle3.draft.rope import RotaryEmbedding, Rotation
 from eagle3.errors import UserError
 from eagle3.evaluation.drafter import draft_of
 from eagle3.evaluation.intervals import gain_interval
@@ -225,11 +225,20 @@ def measuring(
         with without_warnings():  # transformers doubts some of the ropes that are tried
             draft, d2t = draft_of(reading.exported, target_head, groups)
         if reading.clamp is not None:
-            rotation, last = draft.rope.at, reading.clamp - 1
-            draft.rope = SimpleNamespace(at=lambda positions, dtype: rotation(positions.clamp(max=last), dtype))
+            draft.rope = _Clamped(draft.rope, reading.clamp)
         return Measured(forced_drafts(draft, d2t, reading.texts, [*map(reading.aux, reading.texts)], draft_tokens))
 
     return measure
+
+
+class _Clamped:
+    """A rope whose positions end."""
+
+    def __init__(self, rope: RotaryEmbedding, positions: int) -> None:
+        self.rope, self.last = rope, positions - 1
+
+    def at(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        return self.rope.at(positions.clamp(max=self.last), dtype)
 
 
 # What acceptance depends on ------------------------------------------------------------------------------------------
