@@ -29,6 +29,7 @@ from eagle3.kernels.choice import candidates_for, prove
 from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import plan_sequence
 from eagle3.parallel.topology import Topology, stop_distributed
 
@@ -81,7 +82,7 @@ def run_steps(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
         max_position_embeddings=4096,
     )
     stream = stream_of(150 if tiny else 3000, 0.4, config.vocab_size)
-    plan = plan_sequence(stream, 7)
+    plan = plan_sequence(stream, Reach(7))
     torch.manual_seed(4)
     rows = random_rows(config, plan, torch.bfloat16, on_cpu.device, "device")
     origin = Eagle3Draft(config, topology.modules, torch.float32)

@@ -39,6 +39,7 @@ from eagle3.jobs.gate import require_divisible
 from eagle3.objective.model import DraftObjective, Kernels
 from eagle3.objective.recompute import MemoryPlan, Recompute
 from eagle3.objective.streaming import Residence
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import SequenceSharding, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.planning.memory import step_bytes
@@ -203,7 +204,7 @@ def trace_step(case: Case, device: Device) -> tuple[Trace, dict[str, Any]]:
     topology, config = start(case), LLAMA_3_1_8B
     stream = stream_of(case.tokens, case.supervised, config.vocab_size)
     sharding = SequenceSharding(ulysses=case.ulysses, ring=case.ring)
-    plan = plan_sequence(stream, case.steps, sharding, topology.sequence.rank(), case.window or None)
+    plan = plan_sequence(stream, Reach(case.steps, case.window or None), sharding, topology.sequence.rank())
     tracer = Tracer(FakeTensorMode(allow_non_fake_inputs=True), device)
     draft, head = fake_draft(case, topology, tracer)
     wide = config.target_hidden_size

@@ -144,7 +144,7 @@ def prepare(
     last = torch.randn(stream.tokens, config.target_hidden_size, generator=generator)
     head = torch.randn(config.vocab_size, config.target_hidden_size, generator=generator)
     sharding = SequenceSharding(layout.ulysses, layout.ring, query_selection=query_selection)
-    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), config.window)
+    plan = plan_sequence(stream, config.reach(steps), sharding, topology.sequence.rank())
     rows = aux[plan.rows], last[plan.teacher]
     return prepare_rows(stream, plan, *rows, head, config, layout, topology, dtype, memory, residence)
 

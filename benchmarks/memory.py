@@ -198,12 +198,13 @@ def _step(topology, draft, dtype, length: Length, memory) -> dict[str, Any]:
 def _planned(draft, dtype, length: Length, memory, device: str) -> int:
     from layouts import pack
 
+    from eagle3.parallel.rows import Reach
     from eagle3.parallel.sequence import plan_sequence
     from eagle3.planning.memory import step_bytes
     from eagle3.planning.step import Planned
 
     stream = pack(length.documents, draft.vocab_size)
-    share = share_of(plan_sequence(stream, STEPS), stream)
+    share = share_of(plan_sequence(stream, Reach(STEPS)), stream)
     return step_bytes(Planned(draft, STEPS, dtype, memory=memory, device=device), share).total()
 
 

@@ -26,6 +26,7 @@ from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import LossConfig, step_weights
 from eagle3.objective.model import BatchMaker, DraftObjective, Kernels, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import LastHidden, Rows
@@ -153,10 +154,10 @@ def model_flops(config: DraftConfig, stream: Stream, plan: SequencePlan) -> dict
     )
     keys, queries = (rows[rows >= 0] for rows in (plan.keys, plan.queries))
     prefix = stream.position[queries] + 1
-    if plan.window is None:
+    if plan.reach.window is None:
         pairs = steps * int(prefix.sum()) + steps * (steps - 1) // 2 * len(queries)
     else:
-        pairs = sum(int((prefix.clamp(max=plan.window - step) + step).sum()) for step in range(steps))
+        pairs = sum(int((prefix.clamp(max=plan.reach.window - step) + step).sum()) for step in range(steps))
     unrolled = steps * len(queries)
     return {
         "fc": 4 * len(plan.rows) * 3 * wide * hidden,
@@ -228,7 +229,9 @@ class Bench:
         """Make a step's inputs. thin: see `measure`."""
         device = self.topology.device
         stream = stream_of(case.tokens, case.supervised, self.config.vocab_size, case.documents)
-        plan = plan_sequence(stream, case.steps, SequenceSharding(ring=case.ring), case.rank, case.window or None)
+        plan = plan_sequence(
+            stream, Reach(case.steps, case.window or None), SequenceSharding(ring=case.ring), case.rank
+        )
         self._empty()
         rows = random_rows(self.config, plan, self.dtype, device, case.inputs)
         batch = batch_of(self.config, stream, plan, rows, device, case.inputs)

@@ -17,6 +17,7 @@ from torch import Tensor
 from eagle3.draft.config import DraftConfig
 from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import stop_distributed
 from eagle3.planning.step import RankShare, sent_bytes
@@ -136,7 +137,7 @@ def measure_balance(rings: Sequence[int], tokens: int, steps: int) -> list[dict[
 
 
 def _plans(stream: Stream, steps: int, sharding: SequenceSharding) -> list[SequencePlan]:
-    return [plan_sequence(stream, steps, sharding, rank) for rank in range(sharding.ranks)]
+    return [plan_sequence(stream, Reach(steps), sharding, rank) for rank in range(sharding.ranks)]
 
 
 def _worst_hop(stream: Stream, plans: Sequence[SequencePlan]) -> float:

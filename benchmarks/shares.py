@@ -9,7 +9,7 @@ from eagle3.planning.step import RankShare
 def share_of(plan: SequencePlan, stream: Stream) -> RankShare:
     """The share that a sequence plan assigns."""
     sees = stream.position[plan.queries[plan.queries >= 0]] + 1
-    sees = sees if plan.window is None else sees.clamp(max=plan.window)
+    sees = sees if plan.reach.window is None else sees.clamp(max=plan.reach.window)
     longest = int(stream.position.max()) + 1
     keys, queries = plan.keys.clamp(min=0), plan.queries.clamp(min=0)
     after = [stream.tokens_after(keys, 1), *(stream.tokens_after(queries, k + 1) for k in range(len(plan.query_of)))]

@@ -26,6 +26,7 @@ from tracing import Tracer
 from eagle3.console import Console
 from eagle3.errors import UserError, run_command
 from eagle3.objective.model import BatchMaker, DraftObjective
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.topology import Topology
 from eagle3.patches import NormLimit
@@ -133,12 +134,11 @@ def trainer_of(case: Case, topology: Topology, recipe: Recipe, run: RunFolder, w
         SampleSet.pack([(ids, mask) for ids in tokens]),
         ZeroRows(),
         BatchMaker(torch.arange(config.vocab_size), head, torch.bfloat16).micro_batch,
-        steps=case.steps,
+        reach=Reach(case.steps, case.window or None),
         rule=training.rows,
         sharding=SequenceSharding(),
         data=topology.data,
         sequence=topology.sequence,
-        window=case.window or None,
     )
     console = Console(speaks=True)
     with tracer:

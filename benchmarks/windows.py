@@ -97,7 +97,7 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
         for _ in range(rounds):
             clock = Clock(best)
             stream = Stream.pack([ids], [mask], "reference")
-            plan = plan_sequence(stream, STEPS, window=case.window)
+            plan = plan_sequence(stream, draft.reach(STEPS))
             clock.tick("plan_seconds")
             (rows,) = store.read([RowRequest(sample.id, plan.rows, plan.teacher)])
             clock.tick("read_seconds")

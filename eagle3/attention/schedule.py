@@ -98,10 +98,10 @@ def schedule_prefix(
     query_rows: Tensor,
     query_positions: Tensor,
     key_rows: Tensor,
+    window: int | None = None,
     *,
     block: int = QUERY_BLOCK,
     key_block: int = KEY_BLOCK,
-    window: int | None = None,
 ) -> PrefixSchedule:
     """Cuts the attention of query rows to key rows (each ascending, padded with -1 at the end) into dense pieces.
 

@@ -66,7 +66,6 @@ def forced_drafts(
 ) -> list[ForcedDrafts]:
     """What the draft proposes at every place of each text. aux: for each text the auxiliary states [T, 3Ht] that the
     draft reads. d2t [Vd] is on the draft's device."""
-    assert draft.draft_config.holds_chain(draft_tokens)
     attention, device = judging_attention(draft), d2t.device
     results: dict[int, ForcedDrafts] = {}
     for batch in length_buckets([len(text.ids) for text in texts], PACKED_TOKENS):
@@ -74,7 +73,7 @@ def forced_drafts(
         chains = [range(texts[i].prompt - 1, len(texts[i].ids) - 1 - draft_tokens) for i in batch]
         answers = [torch.arange(len(texts[i].ids)) >= texts[i].prompt for i in batch]
         stream = Stream.pack([texts[i].ids for i in batch], answers, "served")
-        plan = plan_sequence(stream, draft_tokens, window=draft.draft_config.window)
+        plan = plan_sequence(stream, draft.draft_config.reach(draft_tokens))
         states = torch.cat([aux[i] for i in batch])[plan.rows]
         inputs = unroll_inputs(stream, plan, states.to(draft.fc.weight.dtype))
         inputs = inputs.map(lambda tensor: tensor.to(device), lambda rows: rows)

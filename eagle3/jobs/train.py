@@ -225,11 +225,10 @@ def _trainer(
     )
     make = _batch_maker(job, supply, draft, topology).micro_batch
     place = {
-        "steps": training.ttt_steps,
+        "reach": draft.draft_config.reach(training.ttt_steps),
         "sharding": SequenceSharding(sizes.ulysses, sizes.ring, sizes.layout, sizes.query_selection),
         "data": topology.data,
         "sequence": topology.sequence,
-        "window": draft.draft_config.window,
         "spans": supply.spans,
     }
     return Trainer(

@@ -176,7 +176,7 @@ def _micro_batch(
         real[0, 0] = True
     ids, loss_mask, aux, last = ([each[row][real[row]] for row in mine] for each in (ids, loss_mask, aux, last))
     stream, aux, last = Stream.pack(ids, loss_mask, case.rule), torch.cat(aux), torch.cat(last)
-    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.draft.config.window)
+    plan = plan_sequence(stream, case.draft.config.reach(steps), sharding, topology.sequence.rank())
     exact = torch.promote_types(dtype, torch.float32)  # as in a capture
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
     rows = Rows(aux[plan.rows], LastHidden(last[plan.teacher], *teacher))

@@ -64,22 +64,20 @@ class UnrollInputs:
 
 
 def unroll_inputs(stream: Stream, plan: SequencePlan, aux: Tensor) -> UnrollInputs:
-    """Cuts a stream by its plan, on the CPU. The plan's window must be at least K, so that it contains a query's own
-    keys. aux is [rows, 3Ht] on any device. Padding reads the last row, and no query sees it."""
-    window, steps = plan.window, len(plan.query_of)
-    assert window is None or window >= steps, f"a window of {window} hides a query's own keys"
+    """Cuts a stream by its plan, on the CPU. aux is [rows, 3Ht] on any device. Padding reads the last row, and no
+    query sees it."""
     keys, queries, ring_queries = (rows.clamp(min=0) for rows in (plan.keys, plan.queries, plan.ring_queries))
     positions, shares = stream.position[ring_queries], tuple(plan.ring_keys)
 
-    def schedules(window: int | None) -> tuple[PrefixSchedule, ...]:
-        return tuple(schedule_prefix(plan.ring_queries, positions, share, window=window) for share in shares)
+    @cache  # without a window, steps share them
+    def schedules(most: int | None) -> tuple[PrefixSchedule, ...]:
+        return tuple(schedule_prefix(plan.ring_queries, positions, share, most) for share in shares)
 
     after_keys = stream.tokens_after(keys, 1)  # 0 beyond the end of a document
-    after_queries = torch.stack([stream.tokens_after(queries, k + 1) for k in range(steps)])
+    after_queries = torch.stack([stream.tokens_after(queries, k + 1) for k in range(len(plan.query_of))])
     queried = after_queries.unique()
     tokens = torch.cat((queried, after_keys[~torch.isin(after_keys, queried)].unique()))
     ascending, order = tokens.sort()
-    every = (schedules(None),) * steps if window is None else tuple(schedules(window - k) for k in range(steps))
     return UnrollInputs(
         aux=aux,
         key_slots=plan.key_slots,
@@ -90,7 +88,7 @@ def unroll_inputs(stream: Stream, plan: SequencePlan, aux: Tensor) -> UnrollInpu
         key_positions=stream.position[keys],
         query_tokens=order[torch.searchsorted(ascending, after_queries)],
         query_positions=stream.position[queries],
-        schedules=every,
+        schedules=tuple(map(schedules, plan.reach.prefixes)),
         plan=plan,
     )
 

@@ -68,6 +68,15 @@ class Reach(NamedTuple):
         """Whether a store of this reach has all rows of the other."""
         return all((ours or math.inf) >= (theirs or math.inf) for ours, theirs in zip(self, other, strict=True))
 
+    @property
+    def prefixes(self) -> list[int | None]:
+        """For each step, the most keys of the prefix that a query sees, None for all: in a window, its own of earlier
+        steps take their places."""
+        if self.window is None:
+            return [None] * self.ttt_steps
+        assert self.window >= self.ttt_steps, f"a window of {self.window} hides a query's own keys"
+        return [self.window - step for step in range(self.ttt_steps)]
+
     def rows(self, loss_mask: Tensor) -> Tensor:
         """Mask of the rows of a document whose auxiliary states are read, by one of the rules: bool [T]. Without a
         window, all rows.

@@ -9,7 +9,7 @@ from typing import Literal, assert_never
 import torch
 from torch import Tensor
 
-from eagle3.parallel.rows import Rule, covered, taught
+from eagle3.parallel.rows import Reach, Rule, covered, taught
 
 Layout = Literal["contiguous", "zigzag"]
 QuerySelection = Literal["supervised", "all"]
@@ -110,7 +110,7 @@ class SequencePlan:
     query_of: Tensor
     ring_keys: Tensor  # [ring, ulysses * N]: the keys on every ring rank
     ring_queries: Tensor  # [ulysses * Q]: the queries of this rank's Ulysses group, in the group's order
-    window: int | None  # most keys that a query sees, its own included; None: all
+    reach: Reach
 
     @property
     def supervised(self) -> Tensor:
@@ -119,21 +119,17 @@ class SequencePlan:
 
 
 def plan_sequence(
-    stream: Stream,
-    steps: int,
-    sharding: SequenceSharding = SequenceSharding(),
-    rank: int = 0,
-    window: int | None = None,
+    stream: Stream, reach: Reach, sharding: SequenceSharding = SequenceSharding(), rank: int = 0
 ) -> SequencePlan:
     """Plan the part of sequence rank `rank` (Ulysses varies fastest), from the stream alone and without communication.
 
     Step k at row t counts if row t+k+1 teaches chains that begin at t, so the queries are the rows that one of the K
-    rows after them teaches. A query sees its document's keys up to its own row, but only the last `window` of them.
-    Keys that no query sees are not assigned to any rank. (At step k, a query sees k fewer of them, to make room for its
-    own K_1..K_k.)
+    rows after them teaches. A query sees its document's keys up to its own row, but only the last ones that are within
+    its reach. Keys that no query sees are not assigned to any rank. (At step k, a query sees k fewer of them, to make
+    room for its own K_1..K_k.)
     """
-    query_rows = _queries(stream, steps, sharding.query_selection)
-    visible = (stream.position[query_rows] + 1).clamp(max=stream.tokens if window is None else window)
+    query_rows = _queries(stream, reach.ttt_steps, sharding.query_selection)
+    visible = (stream.position[query_rows] + 1).clamp(max=reach.window or stream.tokens)
     seen = covered(query_rows + 1 - visible, query_rows + 1, stream.tokens)
     ring_keys = deal_keys(seen.nonzero().flatten(), sharding)
     dealt_queries = deal_queries(query_rows, visible, sharding)
@@ -145,7 +141,7 @@ def plan_sequence(
 
     real = queries[queries >= 0]
     place = torch.full((stream.tokens,), -1).index_put((real,), torch.arange(len(real)))
-    sources = stream.teacher - 1 - torch.arange(steps)[:, None]
+    sources = stream.teacher - 1 - torch.arange(reach.ttt_steps)[:, None]
     query_of = torch.where(sources >= stream.first, place[sources.clamp(min=0)], -1)
     mine = (query_of >= 0).any(0)
     query_of = query_of[:, mine]
@@ -159,7 +155,7 @@ def plan_sequence(
         query_of=query_of,
         ring_keys=ring_keys,
         ring_queries=dealt_queries[ring],
-        window=window,
+        reach=reach,
     )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3.parallel.rows import Rule
+from eagle3.parallel.rows import Reach, Rule
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import agreed, gathered
 from eagle3.states.rows import Rows, Target, deal_streams
@@ -196,12 +196,11 @@ class StreamLoader(Generic[Batch]):
     samples: the same on all ranks, in the same order
     make: makes a batch of a stream, its plan and its rows (aux at plan.rows, teacher at plan.teacher); may run in
         another thread, while the step before is trained
-    steps: number of steps K in the unroll
+    reach: of the draft
     rule: says which rows of an answer teach
     sharding: how a stream is spread over its sequence ranks
     data: the group whose ranks have different streams
     sequence: the group whose ranks share a stream, with the Ulysses rank varying fastest
-    window: keys that a query of the draft sees; None: all
     spans: which part of a sample to supervise; default: its whole loss mask
     """
 
@@ -211,18 +210,17 @@ class StreamLoader(Generic[Batch]):
         source: HiddenStateSource,
         make: Callable[[Stream, SequencePlan, Rows], Batch],
         *,
-        steps: int,
+        reach: Reach,
         rule: Rule,
         sharding: SequenceSharding,
         data: dist.ProcessGroup,
         sequence: dist.ProcessGroup,
-        window: int | None = None,
         spans: Spans | None = None,
     ) -> None:
         assert sequence.size() == sharding.ranks, "a stream is dealt to the ranks of its sequence group"
         self.samples, self.source, self.make, self.spans = samples, source, make, spans
         self.data, self.sequence, self.rule = data, sequence, rule
-        self.plan = partial(plan_sequence, steps=steps, sharding=sharding, rank=sequence.rank(), window=window)
+        self.plan = partial(plan_sequence, reach=reach, sharding=sharding, rank=sequence.rank())
         self._background = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
         self._ahead: tuple[tuple[list[DrawnSample], int], Future[list[LoadedStream[Batch]]]] | None = None
 

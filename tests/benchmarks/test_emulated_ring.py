@@ -9,6 +9,7 @@ from eagle3.attention.ring import RingAttention
 from eagle3.attention.schedule import schedule_prefix
 from eagle3.attention.shared import SharedTensor
 from eagle3.attention.ttt import TTTAttention, Ulysses
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 
 
@@ -21,7 +22,7 @@ def test_one_rank_of_a_ring_emulated_equals_dense_attention_of_its_queries(topol
     generator = torch.Generator().manual_seed(ring)
     keys, values = (torch.randn(tokens, heads, dim, generator=generator, dtype=torch.float64) for _ in range(2))
     for rank in range(ring):
-        plan = plan_sequence(stream, 2, SequenceSharding(ring=ring, query_block=8), rank)
+        plan = plan_sequence(stream, Reach(2), SequenceSharding(ring=ring, query_block=8), rank)
         rows = plan.queries[plan.queries >= 0]
         shares = [
             schedule_prefix(plan.queries, stream.position[plan.queries.clamp(min=0)], share, block=8)

@@ -34,6 +34,7 @@ from tiny_run import deepspeed, finish, launch, make_target, metrics, write_reci
 
 from eagle3.errors import UserError
 from eagle3.jobs.sglang_engine import probe_document, require_same_target
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.states.loader import SampleReading, SpooledSource
 from eagle3.states.rows import Rows
@@ -242,7 +243,7 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
             producer.ask(ticket, reading.sample.ids, wanted, spool_bytes(settings.encoding, wanted))
 
         source = SpooledSource(KeepingReader(spool.path, keep), spool.job, ask)
-        plans = [plan_sequence(stream, 3, SequenceSharding(2, 1, "zigzag", "supervised"), rank) for rank in range(2)]
+        plans = [plan_sequence(stream, Reach(3), SequenceSharding(ulysses=2), rank) for rank in range(2)]
         requested = [[by_document(stream, plan.rows), by_document(stream, plan.teacher)] for plan in plans]
         masks = [one.loss_mask for one in samples]
         live = [

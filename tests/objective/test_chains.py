@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from eagle3.objective.chains import ChainCounts, contexts_up_to, count_chains, walk
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import Stream, plan_sequence
 
 STEPS = 3
@@ -48,7 +49,7 @@ def test_chains_of_a_stream_are_those_of_decoding_each_answer(topology):
             documents.append(torch.zeros(len(mask)))
         stream, contexts = Stream.pack(documents, masks, "served"), [8, 64, 1024]
         right = torch.rand(STEPS, stream.tokens, generator=torch.Generator().manual_seed(source.randrange(2**31))) < 0.5
-        plan = plan_sequence(stream, STEPS)
+        plan = plan_sequence(stream, Reach(STEPS))
         counts = count_chains(stream, plan, right[:, plan.teacher + 1], contexts, topology.alone)
 
         tokens, verifications = [0] * 3, [0] * 3

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import SequenceSharding, Stream, deal_keys, deal_queries, plan_sequence
 
 
@@ -76,7 +77,7 @@ def _heaviest(work: Tensor, block: int) -> int:
 
 def _deal(masks: list[Tensor], sharding: SequenceSharding) -> Dealt:
     stream = Stream.pack([torch.zeros(len(mask)) for mask in masks], masks, "reference")
-    plans = [plan_sequence(stream, 2, sharding, rank) for rank in range(sharding.ranks)]
+    plans = [plan_sequence(stream, Reach(2), sharding, rank) for rank in range(sharding.ranks)]
     shares = [keys[keys >= 0] for keys in plans[0].ring_keys]
     queries = [plan.ring_queries[plan.ring_queries >= 0] for plan in plans[:: sharding.ulysses]]
     every = torch.cat(queries).sort().values

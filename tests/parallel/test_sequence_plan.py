@@ -7,7 +7,7 @@ import pytest
 import torch
 from definition import reference, served
 
-from eagle3.parallel.rows import RULES, Rule
+from eagle3.parallel.rows import RULES, Reach, Rule
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
 
 
@@ -117,7 +117,7 @@ def _sharded(count: int = 15) -> Iterator[tuple[list, int, Rule, Stream, Sequenc
         selection, block = source.choice(["supervised", "supervised", "all"]), source.choice([None, 1, 3, 8])
         stream, sharding = _pack(masks, source, rule)[1], SequenceSharding(ulysses, ring, layout, selection, block)
         window = source.choice([None, steps, steps + 1, 12])
-        plans = [plan_sequence(stream, steps, sharding, rank, window) for rank in range(sharding.ranks)]
+        plans = [plan_sequence(stream, Reach(steps, window), sharding, rank) for rank in range(sharding.ranks)]
         yield masks, steps, rule, stream, sharding, plans
 
 
@@ -180,7 +180,7 @@ def test_a_plan_follows_from_the_loss_mask_alone():
     for masks, steps, rule, _, sharding, plans in _sharded(3):
         other = Stream.pack([torch.zeros(len(mask)) for mask in masks], [torch.tensor(mask) for mask in masks], rule)
         for rank, plan in enumerate(plans):
-            again = plan_sequence(other, steps, sharding, rank, plan.window)
+            again = plan_sequence(other, plan.reach, sharding, rank)
             assert all(torch.equal(tensor, getattr(again, name)) for name, tensor in _tensors(plan).items())
 
 
@@ -188,7 +188,7 @@ def test_a_plan_follows_from_the_loss_mask_alone():
 def test_where_nothing_is_supervised_a_plan_holds_one_pad_and_row_0_and_counts_nothing(sharding):
     stream = Stream.pack([torch.arange(4), torch.arange(1)], [torch.zeros(4).bool(), torch.ones(1).bool()], "served")
     for rank in range(sharding.ranks):
-        plan = plan_sequence(stream, 7, sharding, rank)
+        plan = plan_sequence(stream, Reach(7), sharding, rank)
         assert plan.queries.tolist() == plan.keys.tolist() == [-1] and len(plan.teacher) == 0
         assert plan.rows.tolist() == [0] and plan.query_of.shape == (7, 0)
         assert {tensor.dtype for tensor in _tensors(plan).values()} == {torch.int64}
@@ -207,7 +207,7 @@ def test_what_a_rank_reads_falls_with_the_number_of_ranks(sizes):
     the ends of its blocks. It never reads the whole sample."""
     stream, steps = Stream.pack([torch.arange(8192)], [torch.ones(8192, dtype=torch.bool)], "served"), 3
     sharding = SequenceSharding(*sizes)
-    plans = [plan_sequence(stream, steps, sharding, rank) for rank in range(sharding.ranks)]
+    plans = [plan_sequence(stream, Reach(steps), sharding, rank) for rank in range(sharding.ranks)]
     share = 8192 // sharding.ranks
     assert max(len(plan.rows) for plan in plans) <= 2 * share + 4
     assert max(len(plan.teacher) for plan in plans) <= share * 1.1

@@ -12,6 +12,7 @@ from tiny_run import write_recipe
 
 from eagle3.jobs.plan import overrides
 from eagle3.objective.recompute import MemoryPlan
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.planning.fitting import PlannedStream, best_layout, layouts, longest_context
 from eagle3.planning.memory import engine_bytes, rank_bytes
@@ -140,7 +141,7 @@ def test_the_best_layout_fits_and_takes_no_more_gpus_a_stream_than_it_must():
 def shares_of(stream: Stream, sharding: SequenceSharding, window: int | None) -> list[RankShare]:
     """Every rank's share, as its sequence plan assigns it."""
     ranks = range(sharding.ulysses * sharding.ring)
-    return [share_of(plan_sequence(stream, 7, sharding, rank, window), stream) for rank in ranks]
+    return [share_of(plan_sequence(stream, Reach(7, window), sharding, rank), stream) for rank in ranks]
 
 
 @pytest.mark.parametrize("ulysses,ring", [(1, 1), (2, 1), (1, 4), (2, 2)])

@@ -12,6 +12,7 @@ from processes import kept
 from store_cases import same_rows
 from tiny_run import make_target, run_script
 
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.states.rows import Rows
 from eagle3.states.store.shard import Encoding
@@ -142,7 +143,7 @@ def test_every_rank_plans_its_own_place_in_the_sequence(outcomes, case):
     ranks = outcomes(case.name)
     for rank, outcome in enumerate(ranks):
         for loaded in outcome["alone"]:
-            plan = plan_sequence(loaded.stream, STEPS, case.sharding, case.sequence_rank(rank))
+            plan = plan_sequence(loaded.stream, Reach(STEPS), case.sharding, case.sequence_rank(rank))
             assert all(
                 torch.equal(getattr(plan, f.name), getattr(loaded.plan, f.name))
                 for f in fields(plan)
@@ -151,7 +152,7 @@ def test_every_rank_plans_its_own_place_in_the_sequence(outcomes, case):
     for group in stream_groups(case, ranks):
         for number, loaded in enumerate(group[0]["alone"]):
             dealt = torch.cat([outcome["alone"][number].plan.queries for outcome in group[:: case.tensor]])
-            whole = plan_sequence(loaded.stream, STEPS).queries
+            whole = plan_sequence(loaded.stream, Reach(STEPS)).queries
             assert sorted(dealt[dealt >= 0].tolist()) == whole[whole >= 0].tolist()
 
 

@@ -419,12 +419,11 @@ def test_of_a_sample_whose_spans_are_drawn_anew_only_the_drawn_ones_are_asked_fo
         samples,
         SpooledSource(reader, spool.job, ask),
         lambda _stream, plan, rows: (plan, rows),
-        steps=3,
+        reach=Reach(3, 5),
         rule="served",
         sharding=SequenceSharding(),
         data=Alone(),
         sequence=Alone(),
-        window=5,
         spans=spans,
     )
     for epoch in range(3):

@@ -24,6 +24,7 @@ from store_cases import (
 )
 
 from eagle3.errors import UserError
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
 from eagle3.states.loader import SampleReading, StoredSource
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
@@ -238,7 +239,7 @@ def test_a_rank_reads_the_chunks_of_its_plan_and_so_one_share_of_the_bytes(tmp_p
         store, ranks = open_store(f"counting://{tmp_path}", encoding), ulysses * ring
         store.read([RowRequest(sample_id(5), *2 * [torch.tensor([], dtype=torch.int64)])])
         for rank in range(ranks):
-            plan = plan_sequence(stream, 7, SequenceSharding(ulysses, ring, layout), rank)
+            plan = plan_sequence(stream, Reach(7), SequenceSharding(ulysses, ring, layout), rank)
             before = store.files.files.bytes_read
             (stored,) = store.read([RowRequest(sample_id(5), plan.rows, plan.teacher)])
             read = store.files.files.bytes_read - before

@@ -46,7 +46,7 @@ def test_seen_rows_are_those_that_some_rank_of_some_layout_reads(mask, window, s
         sharding, read = SequenceSharding(ulysses, ring), {0}
         for rule, rank in itertools.product(RULES, range(ulysses * ring)):
             stream = Stream.pack([torch.arange(len(mask))], [mask], rule)
-            read.update(plan_sequence(stream, steps, sharding, rank, window).rows.tolist())
+            read.update(plan_sequence(stream, Reach(steps, window), sharding, rank).rows.tolist())
         assert read == seen
 
 

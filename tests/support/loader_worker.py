@@ -17,6 +17,7 @@ from processes import fork_ranks, keep
 from torch import Tensor
 
 from eagle3.errors import SharedUserError
+from eagle3.parallel.rows import Reach
 from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream
 from eagle3.parallel.topology import Topology, require_agreement, start_distributed, stop_distributed
 from eagle3.states.loader import DrawnSample, LiveSource, StoredSource, StreamLoader
@@ -137,7 +138,7 @@ def run(folder: Path, world: int) -> None:
         results = {}
         for name, source in sources.items():
             samples = sample_set(order).sorted_by_id()  # every rank reads the samples in a different order
-            loader = StreamLoader(samples, source, rows_alone, steps=STEPS, rule="reference", **place)
+            loader = StreamLoader(samples, source, rows_alone, reach=Reach(STEPS), rule="reference", **place)
             if name == "lossless":
                 loader.read_ahead(batch_of(case), case.accumulation)
             results[name] = loader.load(batch_of(case), case.accumulation)
@@ -177,7 +178,7 @@ def agree(topology: Topology) -> dict[str, str | None]:
 
     def order_of(samples: SampleSet, batch: list[DrawnSample] = batch[:4]) -> bytes:
         place = {"rule": "served", "sharding": SequenceSharding(), "data": topology.data, "sequence": topology.sequence}
-        return StreamLoader(samples.sorted_by_id(), None, rows_alone, steps=STEPS, **place).order_identity(batch)
+        return StreamLoader(samples.sorted_by_id(), None, rows_alone, reach=Reach(STEPS), **place).order_identity(batch)
 
     checks: dict[str, Callable[[], str | None]] = {
         "same order": lambda: complaint(order_of(whole)),

@@ -99,7 +99,7 @@ def export_trained(
     draft = untrained_draft(config, target.head, topology.modules, seed=0)
     trained = [weight.requires_grad_() for name, weight in draft.named_parameters() if name != "embedding.weight"]
     stream = Stream.pack(texts, [torch.ones(len(text), dtype=torch.bool) for text in texts], "reference")
-    plan = plan_sequence(stream, DRAFT_TOKENS, window=config.window)
+    plan = plan_sequence(stream, config.reach(DRAFT_TOKENS))
     aux = torch.cat([states.aux for states in target.prefill(texts)])
     inputs = unroll_inputs(stream, plan, aux[plan.rows])
     labels = torch.stack([draft_id[stream.tokens_after(plan.queries, step + 2)] for step in range(DRAFT_TOKENS)])

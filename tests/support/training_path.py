@@ -56,7 +56,7 @@ def stream_batch(
 ) -> MicroBatch:
     """This rank's part of one packed stream. teacher_kind: how the teacher's rows are given."""
     stream = Stream.pack([each.ids for each in documents], [each.loss_mask for each in documents], case.rows)
-    plan = plan_sequence(stream, steps, sharding, topology.sequence.rank(), case.config.window)
+    plan = plan_sequence(stream, case.config.reach(steps), sharding, topology.sequence.rank())
     aux, last = (torch.cat([getattr(each, name) for each in documents]) for name in ("aux", "last"))
     exact = torch.promote_types(dtype, torch.float32)  # as in a capture, whatever dtype the draft trains in
     taught, transform = last[plan.teacher], LogitTransform(case.scale, case.cap)
