@@ -133,7 +133,7 @@ def verify(job: Job, samples: dict[str, Wanted], console: Console, repair: bool)
         f"{path}: {findings.samples:,} samples whole, {findings.tokens:,} tokens; "
         + (", ".join(f"{count:,} {kind}" for kind, count in kinds.items()) or "nothing wrong")
     )
-    if kinds["foreign"] and kinds["foreign"] == len(findings.indexes):
+    if kinds["foreign"] and not findings.shards:
         console.result(f"{path}: all shards are foreign; if {MANIFEST} was replaced, restore it: --repair deletes them")
     if repair:
         with writing(Path(path), "free space, and run the same again"):

@@ -258,7 +258,9 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
         for file in keep.glob(f"shard-{rank:08x}-*"):
             file.rename(folder / file.name)
         files = LocalFiles(folder)
-        locations = {entry.id: Location(index, entry) for index in find_indexes(files)[0] for entry in index.samples}
+        locations = {
+            entry.id: Location(index, entry) for index in find_indexes(files, None)[0] for entry in index.samples
+        }
         stores.append(HiddenStateStore(files, locations, {}))
     for (aux, teacher), rows_of_rank, store in zip(requested, live, stores, strict=True):
         requests = [RowRequest(one.id, a, b) for one, a, b in zip(samples, aux, teacher, strict=True)]

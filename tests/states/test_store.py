@@ -169,12 +169,9 @@ def test_rows_of_the_neighbouring_sample_and_rows_that_teach_nobody_are_out_of_r
 @pytest.mark.parametrize(
     ("change", "part"),
     [
-        (lambda ids, mask: (ids + (torch.arange(50) == 7), mask), r"token 7 is \d+ here and \d+ in the data"),
-        (
-            lambda ids, mask: (ids, mask ^ (torch.arange(50) == 9)),
-            r"loss mask 9 is (True|False) here and (True|False) in",
-        ),
-        (lambda ids, mask: (torch.cat((ids, ids[:1])), mask), "has fewer tokens"),
+        (lambda ids, mask: (ids + (torch.arange(50) == 7), mask), "ids"),
+        (lambda ids, mask: (ids, mask ^ (torch.arange(50) == 9)), "loss mask"),
+        (lambda ids, mask: (torch.cat((ids, ids[:1])), mask), "ids"),
     ],
 )
 def test_hidden_states_of_other_tokens_are_refused(tmp_path, change, part):
@@ -192,7 +189,7 @@ def test_hidden_states_of_other_tokens_are_refused(tmp_path, change, part):
     shard = r"shard-\w+-\d+"
     with pytest.raises(
         UserError,
-        match=rf"{shard}.safetensors: sample {samples[1].id}: .* other tokens \({part}.*\); "
+        match=rf"{shard}.safetensors: sample {samples[1].id}: .* other tokens \({part}\); "
         rf"delete {shard}.safetensors, and run capture.py",
     ):
         source.rows(first_rows(samples[0], dataclasses.replace(samples[1], ids=ids, loss_mask=mask)))

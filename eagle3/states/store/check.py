@@ -5,28 +5,27 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from eagle3.console import Progress
-from eagle3.states.store.files import DamagedStore, LocalFiles, OutOfRange, open_files
-from eagle3.states.store.folder import Provenance, find_indexes, foreign_flaw, read_own_manifest
+from eagle3.states.store.files import DamagedStore, Flaw, LocalFiles, open_files
+from eagle3.states.store.folder import Provenance, find_indexes, read_own_manifest
 from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location, RowRequest
-from eagle3.states.store.shard import ShardIndex, read_index, replace_index, taught_rows
+from eagle3.states.store.shard import read_index, replace_index, taught_rows
 from eagle3.text.samples import sample_digest
 
 # Threads that read samples, because a remote file system answers several requests in the time of one.
 THREADS = 8
 # Rows read of each sample at a time, because a sample may be larger than memory.
 ROWS_AT_ONCE = 65536
-Kind = Literal["damaged", "out of range", "foreign", "mislabelled", "duplicate", "missing"]
 
 
 class StoreProblem(NamedTuple):
     """Something wrong with a store."""
 
-    kind: Kind
+    kind: Flaw
     shard: str | None  # file that has the sample; None if the sample is missing
     sample_id: str | None  # None for a whole shard
     detail: str
@@ -40,7 +39,7 @@ class Findings(NamedTuple):
     """The result of checking a store."""
 
     problems: list[StoreProblem]
-    indexes: list[ShardIndex]  # the readable ones
+    shards: int  # that belong to the store and can be read
     # Intact samples and their tokens, without duplicates:
     samples: int
     tokens: int
@@ -65,14 +64,8 @@ def check_store(
     files = open_files(path)
     manifest = read_own_manifest(files, provenance)
     reader = HiddenStateStore(files, {}, manifest.record, vocab_size)
-    indexes, errors = find_indexes(files)
-    problems = [StoreProblem("damaged", shard, None, error.flaw) for shard, error in errors.items()]
-    own = [index for index in indexes if index.provenance_digest == manifest.digest]
-    problems += [
-        StoreProblem("foreign", index.shard, None, foreign_flaw(index.provenance_digest, manifest.digest))
-        for index in indexes
-        if index.provenance_digest != manifest.digest
-    ]
+    own, errors = find_indexes(files, manifest.digest)
+    problems = [StoreProblem(error.kind, shard, None, error.flaw) for shard, error in errors.items()]
     token_counts: dict[str, int] = {}  # by sample
     progress = Progress(report, "checking the store", len(own), "shards")
     with ThreadPoolExecutor(THREADS) as threads:
@@ -89,7 +82,7 @@ def check_store(
     reported_ids = token_counts.keys() | {problem.sample_id for problem in problems}
     missing_ids = (sample_id for sample_id in expected_ids if sample_id not in reported_ids)
     problems += [StoreProblem("missing", None, sample_id, "no shard has it whole") for sample_id in missing_ids]
-    return Findings(problems, indexes, len(token_counts), sum(token_counts.values()))
+    return Findings(problems, len(own), len(token_counts), sum(token_counts.values()))
 
 
 def _problem(reader: HiddenStateStore, location: Location) -> StoreProblem | None:
@@ -102,7 +95,7 @@ def _problem(reader: HiddenStateStore, location: Location) -> StoreProblem | Non
             request = RowRequest(entry.id, *(some[mask[some]] for mask in masks))
             (rows,) = reader.read_at([location], [request])
             if not (rows.aux.isfinite().all() and rows.teacher.values.isfinite().all()):
-                raise OutOfRange(entry.id, "has hidden states that are not finite")
+                raise DamagedStore(entry.id, "has hidden states that are not finite", "out of range")
     except DamagedStore as error:
         return StoreProblem(error.kind, index.shard, entry.id, f"{index.shard}: {error.flaw}")
     digest = sample_digest(tokens.ids.numpy(), tokens.loss_mask.numpy()).hex()

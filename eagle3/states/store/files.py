@@ -4,36 +4,28 @@ import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fsspec.core import url_to_fs
 
 from eagle3.errors import UserError, in_one_line
 
 TOO_SHORT = "is shorter than its index says"
+REPAIR = "run capture.py --repair, which captures again what is lost"
+Flaw = Literal["damaged", "out of range", "foreign", "mislabelled", "duplicate", "missing"]
 
 
 class DamagedStore(UserError):
-    """Raised if a store has lost bytes, or holds bytes that differ from what was written.
+    """Raised if a store has lost bytes, holds bytes that differ from what was written, shards of another store, or
+    values that no target computes.
 
     where: file or sample
     flaw: what is wrong with it
     """
 
-    kind = "damaged"
-    remedy = "run capture.py --repair, which captures again what is lost"
-
-    def __init__(self, where: str, flaw: str) -> None:
-        super().__init__(f"{where}: {flaw}; {self.remedy}")
-        self.flaw = flaw
-
-
-class ForeignShards(DamagedStore):
-    """Raised if shards were captured under a provenance other than the one in the store.json beside them."""
-
-    remedy = (
-        "restore what was replaced, or run capture.py --repair, which deletes them and captures their samples again"
-    )
+    def __init__(self, where: str, flaw: str, kind: Flaw = "damaged", remedy: str = REPAIR) -> None:
+        super().__init__(f"{where}: {flaw}; {remedy}")
+        self.where, self.flaw, self.kind = where, flaw, kind
 
 
 class ByteRange(NamedTuple):
@@ -42,19 +34,6 @@ class ByteRange(NamedTuple):
     name: str
     start: int
     stop: int
-
-
-class OutOfRange(DamagedStore):
-    """Raised if a sample is as it was written, but has values that no target computes."""
-
-    kind = "out of range"
-
-
-def no_store(where: str) -> UserError:
-    return UserError(
-        f"{where}: no hidden-state store here; run capture.py, fix hidden_states.path, or run the "
-        "target while training: hidden_states.mode=live"
-    )
 
 
 def is_url(path: str) -> bool:

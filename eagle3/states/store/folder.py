@@ -8,13 +8,14 @@ from typing import NamedTuple
 from eagle3.errors import UserError, in_one_line, shown
 from eagle3.parallel.rows import Reach
 from eagle3.parsing import parse_json
-from eagle3.states.store.files import DamagedStore, ForeignShards, StoreFiles, no_store
+from eagle3.states.store.files import DamagedStore, StoreFiles
 from eagle3.states.store.shard import SHARD_NAME, ShardIndex, json_digest, read_index
 
 FORMAT = 4
 # Threads that read indexes, because a remote file system answers many requests in the time of one.
 THREADS = 32
 MANIFEST = "store.json"
+RESTORE = "restore what was replaced, or run capture.py --repair, which deletes them and captures their samples again"
 # Everything that hidden states (or a teacher's logits) depend on, as JSON values. Stores that differ in a field are not
 # interchangeable.
 Provenance = Mapping[str, str | int | float | list | None]
@@ -44,7 +45,10 @@ def read_manifest(files: StoreFiles) -> StoreManifest:
                 f"{files.where}: has shards but no {MANIFEST}, which says what they are; restore it, or name another "
                 "folder in hidden_states.path"
             )
-        raise no_store(files.where)
+        raise UserError(
+            f"{files.where}: no hidden-state store here; run capture.py, fix hidden_states.path, or run the target "
+            "while training: hidden_states.mode=live"
+        )
     try:
         body = parse_json(files.read(MANIFEST))
         if body["format"] == FORMAT:
@@ -61,16 +65,9 @@ def read_manifest(files: StoreFiles) -> StoreManifest:
 
 
 def read_own_manifest(files: StoreFiles, provenance: Provenance) -> StoreManifest:
-    """Read the manifest of a store, and check that the store serves this provenance. Raises UserError as
-    `require_provenance` does."""
+    """Read the manifest of a store that serves this provenance. Raises UserError that names the first differing field
+    with both values, if the store does not. If the shards show that `store.json` was changed, the message says so."""
     manifest = read_manifest(files)
-    require_provenance(files, manifest, provenance)
-    return manifest
-
-
-def require_provenance(files: StoreFiles, manifest: StoreManifest, provenance: Provenance) -> None:
-    """Raises UserError that names the first differing field with both values, unless the store with this manifest
-    serves the provenance. If the shards show that `store.json` was changed, the message says so."""
     actual = manifest.provenance
     required = json.loads(json.dumps(dict(provenance)))  # as read back from a file, where tuples are lists
     needs, has = Reach.of(required), Reach.of(actual)
@@ -88,8 +85,8 @@ def require_provenance(files: StoreFiles, manifest: StoreManifest, provenance: P
                 f"{shown(name)} as target (fingerprint {actual.get(field)}), this run's model.target has "
                 f"{required[field]}"
             )
-        shards, _ = find_indexes(files)
-        if {index.provenance_digest for index in shards} == {StoreManifest(required, {}).digest}:
+        shards, errors = find_indexes(files, StoreManifest(required, {}).digest)
+        if shards and not any(error.kind == "foreign" for error in errors.values()):
             raise UserError(
                 f"{files.where}/{MANIFEST}: says {values}, and so had all shards beside it when they were captured; "
                 f"restore the {MANIFEST} that belongs to them"
@@ -99,6 +96,7 @@ def require_provenance(files: StoreFiles, manifest: StoreManifest, provenance: P
             f"{files.where}: the store was captured with {values}; {key}name another folder in hidden_states.path and "
             "capture again"
         )
+    return manifest
 
 
 def has_shards(files: StoreFiles) -> bool:
@@ -106,14 +104,22 @@ def has_shards(files: StoreFiles) -> bool:
     return any(map(SHARD_NAME.fullmatch, files.names()))
 
 
-def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, DamagedStore]]:
-    """Read the indexes of all shards. Returns the readable ones, sorted by name, and the others' errors, by shard."""
+def find_indexes(files: StoreFiles, digest: str | None) -> tuple[list[ShardIndex], dict[str, DamagedStore]]:
+    """Read the indexes of all shards. Returns those of the store with this digest, sorted by name, and what is wrong
+    with the other shards."""
 
     def read(shard: str) -> ShardIndex | DamagedStore:
         try:
-            return read_index(files, shard)
+            index = read_index(files, shard)
         except DamagedStore as error:
             return error
+        if index.provenance_digest == digest:
+            return index
+        flaw = (
+            f"was captured under another provenance (digest {index.provenance_digest}) than {MANIFEST} describes "
+            f"(digest {digest})"
+        )
+        return DamagedStore(f"{files.where}/{shard}", flaw, "foreign", RESTORE)
 
     names = sorted(filter(SHARD_NAME.fullmatch, files.names()))
     with ThreadPoolExecutor(THREADS) as threads:
@@ -123,22 +129,13 @@ def find_indexes(files: StoreFiles) -> tuple[list[ShardIndex], dict[str, Damaged
 
 
 def read_indexes(files: StoreFiles, manifest: StoreManifest) -> list[ShardIndex]:
-    """Read the indexes of all shards, and check that each shard belongs to this store. Raises ForeignShards, whose
-    message says whether the shards or `store.json` must have been replaced, or DamagedStore."""
-    indexes, errors = find_indexes(files)
+    """Read the indexes of all shards. Raises DamagedStore if a shard is damaged or belongs to another store; its
+    message says how many do, and so whether they or `store.json` must have been replaced."""
+    indexes, errors = find_indexes(files, manifest.digest)
     for error in errors.values():
+        if error.kind == "foreign":
+            foreign = [each for each in errors.values() if each.kind == "foreign"]
+            share = f"{len(foreign):,} of {len(indexes) + len(errors):,} shards are foreign"
+            raise DamagedStore(error.where, f"{error.flaw}; {share}", "foreign", RESTORE)
         raise error
-    foreign = [index for index in indexes if index.provenance_digest != manifest.digest]
-    if foreign:
-        flaw = foreign_flaw(foreign[0].provenance_digest, manifest.digest)
-        share = f"{len(foreign):,} of {len(indexes):,} shards are foreign"
-        raise ForeignShards(f"{files.where}/{foreign[0].shard}", f"{flaw}; {share}")
     return indexes
-
-
-def foreign_flaw(digest: str | None, provenance_digest: str) -> str:
-    """Describe how the digest in a shard differs from the store's."""
-    return (
-        f"was captured under another provenance (digest {digest}) than {MANIFEST} describes (digest "
-        f"{provenance_digest})"
-    )

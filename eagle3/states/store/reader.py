@@ -13,7 +13,7 @@ from torch import Tensor
 from eagle3.errors import UserError
 from eagle3.states.rows import Rows
 from eagle3.states.store.codecs import Codec
-from eagle3.states.store.files import ByteRange, DamagedStore, OutOfRange, StoreFiles, open_files
+from eagle3.states.store.files import ByteRange, DamagedStore, StoreFiles, open_files
 from eagle3.states.store.folder import Provenance, read_indexes, read_own_manifest
 from eagle3.states.store.shard import HIDDEN, NUMPY_TYPES, SampleEntry, ShardIndex, kept_rows, sample_digest
 from eagle3.text.samples import Sample
@@ -176,7 +176,7 @@ class HiddenStateStore:
             columns = facts["argmax"][teacher].astype(np.int64), facts["logsumexp"][teacher]
             predictions = location.index.encoding.teacher(values, *map(torch.from_numpy, columns))
             if flaw := predictions.flaw(self.vocab_size):
-                raise OutOfRange(self._where(location), f"has {flaw}")
+                raise DamagedStore(self._where(location), f"has {flaw}", "out of range")
             results.append(Rows(aux, predictions))
         return results
 
@@ -199,19 +199,13 @@ class HiddenStateStore:
 
     def _require_tokens(self, location: Location, stored: Sample, required: Sample) -> None:
         """Raises UserError unless the sample begins with these tokens."""
-        columns = ("token", stored.ids, required.ids), ("loss mask", stored.loss_mask, required.loss_mask)
+        columns = ("ids", stored.ids, required.ids), ("loss mask", stored.loss_mask, required.loss_mask)
         for kind, actual, expected in columns:
-            if torch.equal(actual[: len(expected)], expected):
-                continue
-            difference = "has fewer tokens"
-            if len(actual) >= len(expected):
-                row = int((actual[: len(expected)] != expected).nonzero()[0])
-                difference = f"{kind} {row} is {actual[row].item()} here and {expected[row].item()} in the data"
-            shard = location.index.shard
-            raise UserError(
-                f"{self.where}/{shard}: sample {location.entry.id}: its hidden states were captured from other tokens "
-                f"({difference}); delete {shard}, and run capture.py, which captures its samples again"
-            )
+            if not torch.equal(actual[: len(expected)], expected):
+                raise UserError(
+                    f"{self._where(location)}: its hidden states were captured from other tokens ({kind}); delete "
+                    f"{location.index.shard}, and run capture.py, which captures its samples again"
+                )
 
     def _damaged(self, location: Location, part: str, flaw: str) -> DamagedStore:
         return DamagedStore(self._where(location), f"its {part} are not what was written ({flaw})")
