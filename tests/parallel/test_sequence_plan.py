@@ -91,7 +91,7 @@ def _visible(stream: Stream, queries: list[int], window: int | None = None) -> l
 
 
 def _tensors(plan: SequencePlan) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in vars(plan).items() if name != "window"}
+    return {name: value for name, value in vars(plan).items() if name != "reach"}
 
 
 def _pairs(plan: SequencePlan) -> list[tuple[int, int, int]]:
@@ -131,7 +131,7 @@ def test_the_queries_of_all_ranks_are_the_wanted_rows_once():
 
 def test_the_keys_of_all_ranks_are_the_rows_that_some_query_sees_once():
     for *_, stream, _, plans in _sharded():
-        seen = _visible(stream, [row for plan in plans for row in _real(plan.queries)], plans[0].window)
+        seen = _visible(stream, [row for plan in plans for row in _real(plan.queries)], plans[0].reach.window)
         assert sorted(row for plan in plans for row in _real(plan.keys)) == seen
 
 
