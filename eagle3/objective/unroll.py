@@ -69,7 +69,7 @@ def unroll_inputs(stream: Stream, plan: SequencePlan, aux: Tensor) -> UnrollInpu
     keys, queries, ring_queries = (rows.clamp(min=0) for rows in (plan.keys, plan.queries, plan.ring_queries))
     positions, shares = stream.position[ring_queries], tuple(plan.ring_keys)
 
-    @cache  # without a window, steps share them
+    @cache  # steps that see the same keys share them
     def schedules(most: int | None) -> tuple[PrefixSchedule, ...]:
         return tuple(schedule_prefix(plan.ring_queries, positions, share, most) for share in shares)
 

@@ -129,7 +129,7 @@ def plan_sequence(
     room for its own K_1..K_k.)
     """
     query_rows = _queries(stream, reach.ttt_steps, sharding.query_selection)
-    visible = (stream.position[query_rows] + 1).clamp(max=reach.window or stream.tokens)
+    visible = (stream.position[query_rows] + 1).clamp(max=reach.prefixes[0] or stream.tokens)
     seen = covered(query_rows + 1 - visible, query_rows + 1, stream.tokens)
     ring_keys = deal_keys(seen.nonzero().flatten(), sharding)
     dealt_queries = deal_queries(query_rows, visible, sharding)

@@ -350,11 +350,12 @@ def _collective(frames: list[FrameType]) -> str | None:
 
 def _where(frames: list[FrameType]) -> str:
     """The innermost function of this package, with file and line."""
-    for frame in frames:
-        path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(PACKAGE):
-            return f"{frame.f_code.co_name} ({path.relative_to(PACKAGE.parent)}:{frame.f_lineno})"
-    return "outside of this package"
+    mine = (
+        f"{frame.f_code.co_name} ({path.relative_to(PACKAGE.parent)}:{frame.f_lineno})"
+        for frame in frames
+        if (path := Path(frame.f_code.co_filename)).is_relative_to(PACKAGE)
+    )
+    return next(mine, "outside of this package")
 
 
 def _is_launcher(process: psutil.Process) -> bool:

@@ -11,7 +11,7 @@
 In a store of logits, `last` holds the teacher's logits over the draft vocabulary instead of last hidden states.
 
 Each chunk belongs to one sample. A sample has these rows:
-- `aux`: all or, in a store for a draft with a window, those that some query sees (`Reach.rows`)
+- `aux`: those in the reach of the drafts that the store serves (`Reach.rows`); by default all
 - `last`: those that teach (`taught_rows`); or all, if its entry's `taught` equals `tokens`
 - `ids` to `loss_mask`: all
 
