@@ -1,6 +1,7 @@
 """Ranks get equal shares of queries, keys and causal attention work, counted pair by pair on streams like those of
 recipes."""
 
+import itertools
 import random
 from dataclasses import dataclass
 
@@ -27,18 +28,12 @@ def _answers_of_any_length(count: int, shortest: int, longest: int, seed: int = 
     return masks
 
 
-def _one_part_of_a_document() -> Tensor:
-    mask = torch.zeros(100_000, dtype=torch.bool)
-    for start, rows in ((3_000, 200), (17_000, 200), (40_000, 5_000), (61_000, 200), (88_000, 50), (99_000, 200)):
-        mask[start : start + rows] = True
-    return mask
-
-
+PART_AND_SPANS = (3_000, 200, 13_800, 200, 22_800, 5_000, 16_000, 200, 26_800, 50, 10_950, 200, 800)  # off, on, off ...
 STREAMS = {
     "all of one document": [_mask((100_000, True))],
     "an answer at the end": [_mask((100_000, False), (4_000, True))],
     "turns of one document": [_mask(*[(150, False), (150, True)] * 200)],
-    "a part and a few spans": [_one_part_of_a_document()],
+    "a part and a few spans": [_mask(*zip(PART_AND_SPANS, itertools.cycle((False, True))))],
     "packed documents": _answers_of_any_length(20, 1_000, 8_000),
     "packed short documents": _answers_of_any_length(300, 50, 600),
     "a long document among short ones": [_mask((50_000, False), (10_000, True)), *_answers_of_any_length(100, 50, 600)],

@@ -27,27 +27,25 @@ def test_sizes_that_divide_are_taken(tensor, ulysses):
 
 
 @pytest.mark.parametrize(
-    ("changes", "tensor", "named"),
+    ("changes", "tensor", "ulysses", "refusal"),
     [
-        ({}, 16, "num_key_value_heads 8; use 2 or 4 or 8, or change it under model.draft"),
-        ({}, 3, "num_key_value_heads 8; use 1 or 2, or"),
-        ({"num_key_value_heads": 1}, 2, "num_key_value_heads 1; use 1, or"),
-        ({"intermediate_size": 250}, 4, "intermediate_size 250; use 1 or 2, or"),
-        ({"draft_vocab_size": 50}, 4, "draft_vocab_size 50; use 1 or 2, or"),
+        ({}, 16, 1, "num_key_value_heads 8; use 2 or 4 or 8, or change it under model.draft"),
+        ({}, 3, 1, "num_key_value_heads 8; use 1 or 2, or"),
+        ({"num_key_value_heads": 1}, 2, 1, "num_key_value_heads 1; use 1, or"),
+        ({"intermediate_size": 250}, 4, 1, "intermediate_size 250; use 1 or 2, or"),
+        ({"draft_vocab_size": 50}, 4, 1, "draft_vocab_size 50; use 1 or 2, or"),
+        ({}, 1, 5, "24 attention heads .*; use 4 or 6, and"),
+        ({}, 4, 4, "6 attention heads .*; use 3 or 6, and"),
+        ({}, 8, 8, "3 attention heads .*; use 3, and"),
     ],
 )
-def test_a_tensor_size_that_does_not_divide_the_draft_is_refused(changes, tensor, named):
-    with pytest.raises(UserError, match=f"^parallelism.tensor: {tensor} does not divide the draft's {named}"):
-        require_divisible(DraftConfig(**SHAPE | changes), tensor, 1)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "ulysses", "heads", "remedy"), [(1, 5, 24, "4 or 6"), (4, 4, 6, "3 or 6"), (8, 8, 3, "3")]
-)
-def test_a_ulysses_degree_that_does_not_divide_the_heads_is_refused(tensor, ulysses, heads, remedy):
-    expected = f"^parallelism.ulysses: {ulysses} does not divide the {heads} attention heads .*; use {remedy}, and"
-    with pytest.raises(UserError, match=expected):
-        require_divisible(DraftConfig(**SHAPE), tensor, ulysses)
+def test_a_size_that_does_not_divide_the_draft_is_refused(changes, tensor, ulysses, refusal):
+    if ulysses == 1:
+        refusal = f"^parallelism.tensor: {tensor} does not divide the draft's {refusal}"
+    else:
+        refusal = f"^parallelism.ulysses: {ulysses} does not divide the {refusal}"
+    with pytest.raises(UserError, match=refusal):
+        require_divisible(DraftConfig(**SHAPE | changes), tensor, ulysses)
 
 
 @pytest.mark.parametrize(

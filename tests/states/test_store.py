@@ -1,6 +1,7 @@
 """The hidden-state store: what comes out is what went in, and nothing else is read."""
 
 import dataclasses
+import re
 
 import fsspec
 import pytest
@@ -34,6 +35,8 @@ from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.states.store.shard import Encoding, taught_rows
 from eagle3.states.store.writer import CapturePart, StoreWriter
 from eagle3.text.samples import Sample
+
+FP8, BFLOAT16 = Encoding("fp8", "float32", HIDDEN), Encoding("none", "bfloat16", HIDDEN)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -319,30 +322,24 @@ def test_a_known_sample_is_ignored_and_add_says_so(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("target", "ffff"), ("aux_layers", [1, 3, 7]), ("seed", 4), ("tokenizer", None)]
-)
-def test_different_provenance_is_refused_with_field_and_both_values(tmp_path, field, value):
-    write(tmp_path, [1])
-    other = provenance_of(PLAIN, **{field: value})
-    for use in (lambda: HiddenStateStore.open(str(tmp_path), other), lambda: StoreWriter(tmp_path, other, PLAIN)):
-        with pytest.raises(UserError, match="hidden_states.path") as refused:
-            use()
-        assert f"{field}={provenance_of(PLAIN).get(field)!r}, this run has {value!r}; name" in str(refused.value)
-    assert_holds(tmp_path, [1])
-
-
-@pytest.mark.parametrize(
-    ("encoding", "values"),
+    ("encoding", "changes", "values"),
     [
-        (Encoding("fp8", "float32", HIDDEN), "codec='none', this run has 'fp8'; set hidden_states.codec to that, or"),
-        (Encoding("none", "bfloat16", HIDDEN), "dtype='float32', this run has 'bfloat16'; set hidden_states.dtype to"),
+        (PLAIN, {"target": "ffff"}, "target='a1b2', this run has 'ffff'; name"),
+        (PLAIN, {"aux_layers": [1, 3, 7]}, "aux_layers=[1, 3, 6], this run has [1, 3, 7]; name"),
+        (PLAIN, {"seed": 4}, "seed=None, this run has 4; name"),
+        (PLAIN, {"tokenizer": None}, "tokenizer='c3d4', this run has None; name"),
+        (FP8, {}, "codec='none', this run has 'fp8'; set hidden_states.codec to that, or name"),
+        (BFLOAT16, {}, "dtype='float32', this run has 'bfloat16'; set hidden_states.dtype to that, or name"),
     ],
 )
-def test_another_encoding_is_refused_with_both_values_and_the_key(tmp_path, encoding, values):
+def test_different_provenance_is_refused_with_field_both_values_and_the_key(tmp_path, encoding, changes, values):
     write(tmp_path, [1])
-    for use in (open_store, lambda path, encoding: StoreWriter(path, PROVENANCE, encoding)):
-        with pytest.raises(UserError, match=f"{values}.* another folder in hidden_states.path"):
-            use(tmp_path, encoding)
+    for use in (
+        lambda: HiddenStateStore.open(str(tmp_path), provenance_of(encoding, **changes)),
+        lambda: StoreWriter(tmp_path, {**PROVENANCE, **changes}, encoding),
+    ):
+        with pytest.raises(UserError, match=f"{re.escape(values)} another folder in hidden_states.path"):
+            use()
     assert_holds(tmp_path, [1])
 
 
@@ -352,11 +349,11 @@ def test_tuples_in_provenance_equal_the_lists_they_become(tmp_path):
     assert_holds(tmp_path, [1])
 
 
-def test_hidden_states_that_are_not_finite_are_refused_with_their_sample(tmp_path):
-    name, ids, mask, states = sample(4)
-    states.aux[0, 3] = 3.4e38  # finite in float32 alone
+def test_hidden_states_that_are_not_finite_are_refused_with_their_sample_and_leave_nothing(tmp_path):
+    name, ids, mask, states = sample(4, tokens=30)
+    states.aux[20, 3] = 3.4e38  # finite in float32 alone
     with pytest.raises(UserError, match=f"sample {name}: its aux hidden states are not finite in bfloat16"):
-        write_one(tmp_path, Encoding("none", "bfloat16", HIDDEN), name, ids, mask, states)
+        write_one(tmp_path, BFLOAT16, name, ids, mask, [states[:12], states[12:]])
     assert not list(tmp_path.glob("shard-*"))
 
 

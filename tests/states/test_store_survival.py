@@ -435,14 +435,6 @@ def test_an_error_keeps_every_whole_sample_and_drops_the_one_that_was_half_there
         write(tmp_path, range(20), encoding)
 
 
-def test_an_error_before_the_first_whole_sample_leaves_nothing(tmp_path):
-    with pytest.raises(UserError, match="not finite"), StoreWriter(tmp_path, PROVENANCE, PLAIN) as writer:
-        *tokens, rows = sample(1, 30)
-        rows.aux[20] = torch.nan
-        writer.add(*tokens, in_parts(rows))
-    assert not list(tmp_path.glob("shard-*"))
-
-
 def test_if_the_whole_samples_cannot_be_kept_the_first_error_is_still_the_one_that_is_reported(tmp_path):
     def limited() -> None:
         with (

@@ -103,10 +103,7 @@ def test_a_long_prompt_with_a_short_answer_takes_what_its_window_takes(tmp_path,
 
 @pytest.mark.parametrize(
     ("steps", "window", "served"),
-    [
-        *((3, 4, True), (3, 3, True), (2, 4, True), (3, 5, False), (4, 4, False), (9, 2, False)),
-        (None, None, False),
-    ],
+    [*((3, 4, True), (3, 3, True), (2, 4, True), (3, 5, False), (4, 4, False), (9, 2, False)), (None, None, False)],
 )
 def test_a_store_serves_windows_and_steps_up_to_its_own_and_a_full_one_serves_all(tmp_path, steps, window, served):
     needs = replace(PLAIN, reach=Reach(steps, window))
