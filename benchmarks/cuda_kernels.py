@@ -29,8 +29,7 @@ from eagle3.kernels.choice import candidates_for, prove
 from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import plan_sequence
+from eagle3.parallel.sequence import Reach, plan_sequence
 from eagle3.parallel.topology import Topology, stop_distributed
 
 PARTS = ("kernels", "steps")

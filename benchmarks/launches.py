@@ -39,8 +39,7 @@ from eagle3.jobs.gate import require_divisible
 from eagle3.objective.model import DraftObjective, Kernels
 from eagle3.objective.recompute import MemoryPlan, Recompute
 from eagle3.objective.streaming import Residence
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import SequenceSharding, plan_sequence
+from eagle3.parallel.sequence import Reach, SequenceSharding, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.planning.memory import step_bytes
 from eagle3.planning.step import Planned, Sizes

@@ -198,8 +198,7 @@ def _step(topology, draft, dtype, length: Length, memory) -> dict[str, Any]:
 def _planned(draft, dtype, length: Length, memory, device: str) -> int:
     from layouts import pack
 
-    from eagle3.parallel.rows import Reach
-    from eagle3.parallel.sequence import plan_sequence
+    from eagle3.parallel.sequence import Reach, plan_sequence
     from eagle3.planning.memory import step_bytes
     from eagle3.planning.step import Planned
 

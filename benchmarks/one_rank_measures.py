@@ -26,8 +26,7 @@ from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import LossConfig, step_weights
 from eagle3.objective.model import BatchMaker, DraftObjective, Kernels, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import LastHidden, Rows
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from eagle3.draft.config import DraftConfig
 from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import stop_distributed
 from eagle3.planning.step import RankShare, sent_bytes
 

@@ -26,8 +26,7 @@ from tracing import Tracer
 from eagle3.console import Console
 from eagle3.errors import UserError, run_command
 from eagle3.objective.model import BatchMaker, DraftObjective
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import SequenceSharding
+from eagle3.parallel.sequence import Reach, SequenceSharding
 from eagle3.parallel.topology import Topology
 from eagle3.patches import NormLimit
 from eagle3.planning.memory import rank_bytes

@@ -72,8 +72,7 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
     from live_bytes import LiveBytes, device_tensors
     from memory import WIDTH, draft_of_8b
 
-    from eagle3.parallel.rows import Reach
-    from eagle3.parallel.sequence import Stream, plan_sequence
+    from eagle3.parallel.sequence import Reach, Stream, plan_sequence
     from eagle3.states.store.reader import HiddenStateStore, RowRequest
     from eagle3.states.store.shard import Encoding
     from eagle3.states.store.writer import StoreWriter

@@ -11,7 +11,7 @@ from eagle3.errors import UserError, refuse, shown
 from eagle3.parsing import is_number, read_json_object
 
 if TYPE_CHECKING:
-    from eagle3.parallel.rows import Reach
+    from eagle3.parallel.sequence import Reach
 
 # Under eagle_config, layers count from 0, for SGLang; at the top level they count from 1, for vLLM. See _aux_layers.
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -108,7 +108,7 @@ class DraftConfig:
 
     def reach(self, steps: int) -> "Reach":
         """What the draft reads in an unroll of so many steps."""
-        from eagle3.parallel.rows import Reach
+        from eagle3.parallel.sequence import Reach
 
         return Reach(steps, self.window)
 

@@ -22,7 +22,7 @@ from eagle3.console import Say, waiting
 from eagle3.durable import write_bytes, writing
 from eagle3.errors import SharedUserError, UserError
 from eagle3.jobs.job import Job, KnownTarget, start_target
-from eagle3.parallel.rows import Reach
+from eagle3.parallel.sequence import Reach
 from eagle3.parallel.topology import Topology, agreed, gathered
 from eagle3.states.loader import SampleReading, SpooledSource
 from eagle3.states.rows import DraftLogits, LastHidden, Rows

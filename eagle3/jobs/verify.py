@@ -35,8 +35,7 @@ from eagle3.kernels.proof import KernelDemand, raised
 from eagle3.objective.losses import LossConfig, batch_metrics, batch_sum, step_weights
 from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
-from eagle3.parallel.rows import Rule
-from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import Rule, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.preflight.cluster import Cluster, Finding, Flaw, owners
 from eagle3.preflight.start import checkpoint_bytes

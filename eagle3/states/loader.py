@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eagle3.parallel.rows import Reach, Rule
-from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, Rule, SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import agreed, gathered
 from eagle3.states.rows import Rows, Target, deal_streams
 from eagle3.states.spool import SpoolReader, Ticket

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from eagle3.durable import Lock, lock, write_text, writing
 from eagle3.errors import NO_SPACE, SharedUserError, UserError
-from eagle3.parallel.rows import Reach
+from eagle3.parallel.sequence import Reach
 from eagle3.parsing import parse_json
 from eagle3.states.capture import token_bytes
 from eagle3.states.rows import Rows

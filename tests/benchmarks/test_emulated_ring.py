@@ -9,8 +9,7 @@ from eagle3.attention.ring import RingAttention
 from eagle3.attention.schedule import schedule_prefix
 from eagle3.attention.shared import SharedTensor
 from eagle3.attention.ttt import TTTAttention, Ulysses
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, SequenceSharding, Stream, plan_sequence
 
 
 @pytest.mark.parametrize("supervised", [1.0, 0.3])

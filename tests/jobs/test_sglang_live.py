@@ -34,8 +34,7 @@ from tiny_run import deepspeed, finish, launch, make_target, metrics, write_reci
 
 from eagle3.errors import UserError
 from eagle3.jobs.sglang_engine import probe_document, require_same_target
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, SequenceSharding, Stream, plan_sequence
 from eagle3.states.loader import SampleReading, SpooledSource
 from eagle3.states.rows import Rows
 from eagle3.states.spool import Spool, SpoolReader, Ticket, WantedRows, spool_bytes

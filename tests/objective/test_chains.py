@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from eagle3.objective.chains import ChainCounts, contexts_up_to, count_chains, walk
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, Stream, plan_sequence
 
 STEPS = 3
 

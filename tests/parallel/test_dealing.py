@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import SequenceSharding, Stream, deal_keys, deal_queries, plan_sequence
+from eagle3.parallel.sequence import Reach, SequenceSharding, Stream, deal_keys, deal_queries, plan_sequence
 
 
 def _mask(*spans: tuple[int, bool]) -> Tensor:

@@ -7,8 +7,7 @@ import pytest
 import torch
 from definition import reference, served
 
-from eagle3.parallel.rows import RULES, Reach, Rule
-from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import RULES, Reach, Rule, SequencePlan, SequenceSharding, Stream, plan_sequence
 
 
 def _random_masks(source: random.Random) -> list[list[bool]]:

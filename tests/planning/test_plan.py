@@ -12,8 +12,7 @@ from tiny_run import write_recipe
 
 from eagle3.jobs.plan import overrides
 from eagle3.objective.recompute import MemoryPlan
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, SequenceSharding, Stream, plan_sequence
 from eagle3.planning.fitting import PlannedStream, best_layout, layouts, longest_context
 from eagle3.planning.memory import engine_bytes, rank_bytes
 from eagle3.planning.step import Planned, RankShare, Sizes, Weights, sent_bytes, step_flops

@@ -22,7 +22,7 @@ from sglang_case import (
 from sglang_cpu.targets import FAMILIES, make_target
 
 from eagle3.errors import UserError
-from eagle3.parallel.rows import Reach
+from eagle3.parallel.sequence import Reach
 from eagle3.states.spool import Ticket
 from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import read_manifest

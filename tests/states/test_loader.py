@@ -12,8 +12,7 @@ from processes import kept
 from store_cases import same_rows
 from tiny_run import make_target, run_script
 
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, Stream, plan_sequence
 from eagle3.states.rows import Rows
 from eagle3.states.store.shard import Encoding
 from eagle3.states.store.writer import StoreWriter

@@ -17,8 +17,7 @@ from limits import HANG_SECONDS, wait_until
 from store_cases import FORK, same_rows, sample
 
 from eagle3.errors import UserError
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import SequenceSharding
+from eagle3.parallel.sequence import Reach, SequenceSharding
 from eagle3.states.loader import DrawnSample, SampleReading, SpooledSource, StreamLoader
 from eagle3.states.rows import Rows
 from eagle3.states.spool import (

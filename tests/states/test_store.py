@@ -25,8 +25,7 @@ from store_cases import (
 )
 
 from eagle3.errors import UserError
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, SequenceSharding, Stream, plan_sequence
 from eagle3.states.loader import SampleReading, StoredSource
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
 from eagle3.states.store.codecs import Fp8

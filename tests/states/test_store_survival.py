@@ -37,7 +37,7 @@ from store_cases import (
 )
 
 from eagle3.errors import UserError, mistake_of
-from eagle3.parallel.rows import Reach
+from eagle3.parallel.sequence import Reach
 from eagle3.states.rows import Rows
 from eagle3.states.store.check import remove_flawed
 from eagle3.states.store.files import DamagedStore, LocalFiles

@@ -8,8 +8,7 @@ import torch
 from store_cases import HIDDEN, PLAIN, PROVENANCE, check, open_store, provenance_of, same_rows, sample, write, write_one
 
 from eagle3.errors import UserError
-from eagle3.parallel.rows import RULES, Reach
-from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import RULES, Reach, SequenceSharding, Stream, plan_sequence
 from eagle3.states.capture import Wanted, disk_need
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.states.store.reader import HiddenStateStore, RowRequest

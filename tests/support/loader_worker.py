@@ -17,8 +17,7 @@ from processes import fork_ranks, keep
 from torch import Tensor
 
 from eagle3.errors import SharedUserError
-from eagle3.parallel.rows import Reach
-from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream
+from eagle3.parallel.sequence import Reach, SequencePlan, SequenceSharding, Stream
 from eagle3.parallel.topology import Topology, require_agreement, start_distributed, stop_distributed
 from eagle3.states.loader import DrawnSample, LiveSource, StoredSource, StreamLoader
 from eagle3.states.rows import Rows

@@ -28,7 +28,7 @@ from eagle3.jobs.verify import read_case, run_case
 from eagle3.objective.losses import batch_metrics, batch_sum
 from eagle3.objective.model import DraftObjective
 from eagle3.objective.recompute import MemoryPlan, Recompute
-from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.planning.step import Planned, Sizes, Traffic, sent_bytes
 from eagle3.recipe.schema import Training
@@ -110,7 +110,7 @@ def _count(sharded: Sharded, topology: Topology) -> dict[str, Any]:
         counter.phase = "backward"
         distilled.surrogate.backward()
     stream = Stream.pack([each.ids for each in case.documents], [each.loss_mask for each in case.documents], case.rows)
-    share = share_of(plan_sequence(stream, STEPS, sharded.sharding, topology.sequence.rank()), stream)
+    share = share_of(plan_sequence(stream, Reach(STEPS), sharded.sharding, topology.sequence.rank()), stream)
     sizes = Sizes(sharded.tensor, sharded.ulysses, sharded.ring)
     planned = Planned(case.config, STEPS, dtype, sizes, sharded.ring_mode, memory, device="cpu")
     return {

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from eagle3.errors import UserError, in_one_line, shown
-from eagle3.parallel.rows import Reach
+from eagle3.parallel.sequence import Reach
 from eagle3.parsing import parse_json
 from eagle3.states.store.files import DamagedStore, StoreFiles
 from eagle3.states.store.shard import SHARD_NAME, ShardIndex, json_digest, read_index

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from eagle3.durable import Lock, lock, publish
 from eagle3.errors import UserError, in_one_line
-from eagle3.parallel.rows import RULES, Reach, taught
+from eagle3.parallel.sequence import RULES, Reach, taught
 from eagle3.parsing import parse_json
 from eagle3.states.rows import DraftLogits, LastHidden, TeacherRows
 from eagle3.states.store.codecs import CHUNK_BYTES, Codec, CodecName, Fp8, Lossless, Raw, StoreDtype
@@ -216,7 +216,7 @@ def json_digest(body: dict) -> str:
 
 
 def taught_rows(loss_mask: Tensor) -> Tensor:
-    """Mask of the rows whose last hidden state teaches by one of the rules (eagle3/parallel/rows.py): bool [T]."""
+    """Mask of the rows whose last hidden state teaches by one of the rules (eagle3/parallel/sequence.py): bool [T]."""
     mask = torch.zeros(len(loss_mask), dtype=torch.bool)
     for rule in RULES:
         mask[taught(loss_mask.bool(), rule).teacher] = True

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from eagle3.durable import Lock, create_text, lock, publish, write_text, writing
 from eagle3.errors import UserError
-from eagle3.parallel.rows import Reach
+from eagle3.parallel.sequence import Reach
 from eagle3.states.rows import KeptRows, Rows
 from eagle3.states.store.blob import Blob
 from eagle3.states.store.files import LocalFiles
