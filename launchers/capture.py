@@ -83,8 +83,8 @@ def work(
     from eagle3.jobs.supply import fill, verify
     from eagle3.parallel.topology import agreed
     from eagle3.states.capture import wanted_samples
+    from eagle3.states.rows import CapturePart
     from eagle3.states.store.folder import has_shards
-    from eagle3.states.store.writer import CapturePart
 
     gate, path, stored = Gate(recipe, console.warn, training=False), recipe.hidden_states.path, None
     if topology.is_first and not options.print_server and (is_url(path) or Path(path, "store.json").exists()):

@@ -27,10 +27,11 @@ from eagle3.parallel.watchdog import Watchdog
 from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import ShareCourse, Wanted, capture, capture_arriving, prefill_batches, require_disk
 from eagle3.states.loader import HiddenStateSource, LiveSource, StoredSource
+from eagle3.states.rows import CapturePart
 from eagle3.states.store.check import check_store, remove_flawed
 from eagle3.states.store.folder import MANIFEST
 from eagle3.states.store.reader import HiddenStateStore
-from eagle3.states.store.writer import CapturePart, StoreWriter
+from eagle3.states.store.writer import StoreWriter
 from eagle3.targets.head import load_target_head
 from eagle3.targets.logits import TargetHead
 from eagle3.targets.long_prefill import ChooseKernels, LongPrefill, require_one_rank

@@ -1,6 +1,7 @@
-"""Rows of hidden states on their way from a target to a training step; documents split into batches and streams."""
+"""Rows of hidden states on their way from a target to a training step; documents split into batches, streams
+and shares."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, Self
 
@@ -131,3 +132,21 @@ def deal_streams(lengths: Sequence[int], streams: int) -> list[list[int]]:
         totals[shortest] += lengths[index]
         assignments[shortest].append(index)
     return [sorted(members) for members in assignments]
+
+
+class CapturePart(NamedTuple):
+    """Share number `index` out of `count` shares of the work. Processes find their shares without communicating."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, items: Iterable[str] | Iterable[list[str]]) -> list:
+        """Select this share of samples, given by their ids, or of batches of samples.
+
+        Shares take turns, so sizes differ by at most one. Ids are hashes, so long samples are spread evenly, too.
+        """
+        return sorted(items)[self.index :: self.count]
+
+    def split(self, index: int, count: int) -> "CapturePart":
+        """Divide this share into `count`, and return number `index` of them."""
+        return CapturePart(self.index + self.count * index, self.count * count)

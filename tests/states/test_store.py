@@ -27,12 +27,12 @@ from store_cases import (
 from eagle3.errors import UserError
 from eagle3.parallel.sequence import Reach, SequenceSharding, Stream, plan_sequence
 from eagle3.states.loader import SampleReading, StoredSource
-from eagle3.states.rows import DraftLogits, LastHidden, Rows
+from eagle3.states.rows import CapturePart, DraftLogits, LastHidden, Rows
 from eagle3.states.store.codecs import Fp8
 from eagle3.states.store.files import DamagedStore
 from eagle3.states.store.reader import HiddenStateStore, RowRequest
 from eagle3.states.store.shard import Encoding, taught_rows
-from eagle3.states.store.writer import CapturePart, StoreWriter
+from eagle3.states.store.writer import StoreWriter
 from eagle3.text.samples import Sample
 
 FP8, BFLOAT16 = Encoding("fp8", "float32", HIDDEN), Encoding("none", "bfloat16", HIDDEN)

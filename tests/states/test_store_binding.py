@@ -22,11 +22,12 @@ from store_cases import (
 )
 
 from eagle3.errors import UserError
+from eagle3.states.rows import CapturePart
 from eagle3.states.store.check import check_store, remove_flawed
 from eagle3.states.store.files import LocalFiles
 from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import ShardIndex, read_index, replace_index
-from eagle3.states.store.writer import CapturePart, StoreWriter
+from eagle3.states.store.writer import StoreWriter
 
 Attempt = Callable[[Path, Path], None]
 NUMBERS = range(12)

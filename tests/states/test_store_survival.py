@@ -38,11 +38,11 @@ from store_cases import (
 
 from eagle3.errors import UserError, mistake_of
 from eagle3.parallel.sequence import Reach
-from eagle3.states.rows import Rows
+from eagle3.states.rows import CapturePart, Rows
 from eagle3.states.store.check import remove_flawed
 from eagle3.states.store.files import DamagedStore, LocalFiles
 from eagle3.states.store.shard import DATA_START, Encoding, read_index
-from eagle3.states.store.writer import CapturePart, StoreWriter
+from eagle3.states.store.writer import StoreWriter
 
 
 def killed_at_byte(number: int, path: Path) -> None:
@@ -457,15 +457,13 @@ class Signalled(BaseException):
 
 def signalled_at(instruction: int, functions: str) -> None:
     """Raise Signalled before the `instruction`-th instruction that this thread executes in these functions of
-    writer.py and blob.py."""
+    writer.py."""
     seen = 0
 
     def watch(frame, event, _):
         nonlocal seen
         code = frame.f_code
-        if not (
-            code.co_filename.endswith(("store/writer.py", "store/blob.py")) and code.co_qualname.startswith(functions)
-        ):
+        if not (code.co_filename.endswith("store/writer.py") and code.co_qualname.startswith(functions)):
             return None
         frame.f_trace_opcodes = True
         seen += event == "opcode"
@@ -481,7 +479,7 @@ def test_a_signal_at_any_instruction_leaves_a_store_of_whole_samples_that_contin
     tmp_path, monkeypatch, functions, stride
 ):
     """At most 6,000 bytes wait to be written, so that signals also arrive while chunks of whole samples are written."""
-    monkeypatch.setattr("eagle3.states.store.blob.MOST_IN_WORK", 6000)
+    monkeypatch.setattr("eagle3.states.store.writer.MOST_IN_WORK", 6000)
     stored, instruction = [], 1
     while True:
         path = tmp_path / str(instruction)

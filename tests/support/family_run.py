@@ -15,7 +15,7 @@ from eagle3.parallel.topology import Topology
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import wanted_samples
-from eagle3.states.store.writer import CapturePart
+from eagle3.states.rows import CapturePart
 
 DRAFT_VOCABULARY = 200
 # What every recipe is run with: small data, one process, fp32.
