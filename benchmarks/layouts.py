@@ -19,7 +19,7 @@ from eagle3.objective.losses import BatchCounts, LossConfig, batch_metrics, batc
 from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
-from eagle3.parallel.sequence import SequencePlan, SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.planning.step import Planned, Sizes
 from eagle3.states.rows import LastHidden, Rows
@@ -144,7 +144,7 @@ def prepare(
     last = torch.randn(stream.tokens, config.target_hidden_size, generator=generator)
     head = torch.randn(config.vocab_size, config.target_hidden_size, generator=generator)
     sharding = SequenceSharding(layout.ulysses, layout.ring, query_selection=query_selection)
-    plan = plan_sequence(stream, config.reach(steps), sharding, topology.sequence.rank())
+    plan = plan_sequence(stream, Reach(steps, config.window), sharding, topology.sequence.rank())
     rows = aux[plan.rows], last[plan.teacher]
     return prepare_rows(stream, plan, *rows, head, config, layout, topology, dtype, memory, residence)
 

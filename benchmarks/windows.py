@@ -96,7 +96,7 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
         for _ in range(rounds):
             clock = Clock(best)
             stream = Stream.pack([ids], [mask], "reference")
-            plan = plan_sequence(stream, draft.reach(STEPS))
+            plan = plan_sequence(stream, Reach(STEPS, case.window))
             clock.tick("plan_seconds")
             (rows,) = store.read([RowRequest(sample.id, plan.rows, plan.teacher)])
             clock.tick("read_seconds")

@@ -3,15 +3,12 @@
 import hashlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from eagle3.draft.rope_parameters import complete_rope, rope_parameters
 from eagle3.durable import file_digest
 from eagle3.errors import UserError, refuse, shown
 from eagle3.parsing import is_number, read_json_object
-
-if TYPE_CHECKING:
-    from eagle3.parallel.sequence import Reach
 
 # Under eagle_config, layers count from 0, for SGLang; at the top level they count from 1, for vLLM. See _aux_layers.
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -105,12 +102,6 @@ class DraftConfig:
     def holds_chain(self, steps: int) -> bool:
         """Whether the window has room for the keys of a chain of `steps` tokens."""
         return self.window is None or self.window >= steps
-
-    def reach(self, steps: int) -> "Reach":
-        """What the draft reads in an unroll of so many steps."""
-        from eagle3.parallel.sequence import Reach
-
-        return Reach(steps, self.window)
 
     @classmethod
     def from_json(cls, values: dict[str, Any], origin: str) -> "DraftConfig":

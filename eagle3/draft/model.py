@@ -23,6 +23,7 @@ from eagle3.attention.ttt import KeyValue
 from eagle3.draft.config import DraftConfig
 from eagle3.draft.pointwise import Pointwise, Rotate, SwiGLU, pointwise_candidates
 from eagle3.draft.rope import RotaryEmbedding, Rotation
+from eagle3.parallel.sequence import Reach
 
 INITIAL_SCALE = 0.02
 
@@ -113,6 +114,10 @@ class Eagle3Draft(MegatronModule):
             tp_group=groups.tp,
         )
         self.to(dtype)  # since torch creates norms in fp32
+
+    def reach(self, steps: int) -> Reach:
+        """What the draft reads in an unroll of so many steps."""
+        return Reach(steps, self.draft_config.window)
 
     @property
     def scale(self) -> float:

@@ -73,7 +73,7 @@ def forced_drafts(
         chains = [range(texts[i].prompt - 1, len(texts[i].ids) - 1 - draft_tokens) for i in batch]
         answers = [torch.arange(len(texts[i].ids)) >= texts[i].prompt for i in batch]
         stream = Stream.pack([texts[i].ids for i in batch], answers, "served")
-        plan = plan_sequence(stream, draft.draft_config.reach(draft_tokens))
+        plan = plan_sequence(stream, draft.reach(draft_tokens))
         states = torch.cat([aux[i] for i in batch])[plan.rows]
         inputs = unroll_inputs(stream, plan, states.to(draft.fc.weight.dtype))
         inputs = inputs.map(lambda tensor: tensor.to(device), lambda rows: rows)

@@ -225,7 +225,7 @@ def _trainer(
     )
     make = _batch_maker(job, supply, draft, topology).micro_batch
     place = {
-        "reach": draft.draft_config.reach(training.ttt_steps),
+        "reach": draft.reach(training.ttt_steps),
         "sharding": SequenceSharding(sizes.ulysses, sizes.ring, sizes.layout, sizes.query_selection),
         "data": topology.data,
         "sequence": topology.sequence,

@@ -35,7 +35,7 @@ from eagle3.kernels.proof import KernelDemand, raised
 from eagle3.objective.losses import LossConfig, batch_metrics, batch_sum, step_weights
 from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
-from eagle3.parallel.sequence import Rule, SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, Rule, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
 from eagle3.preflight.cluster import Cluster, Finding, Flaw, owners
 from eagle3.preflight.start import checkpoint_bytes
@@ -175,7 +175,7 @@ def _micro_batch(
         real[0, 0] = True
     ids, loss_mask, aux, last = ([each[row][real[row]] for row in mine] for each in (ids, loss_mask, aux, last))
     stream, aux, last = Stream.pack(ids, loss_mask, case.rule), torch.cat(aux), torch.cat(last)
-    plan = plan_sequence(stream, case.draft.config.reach(steps), sharding, topology.sequence.rank())
+    plan = plan_sequence(stream, Reach(steps, case.draft.config.window), sharding, topology.sequence.rank())
     exact = torch.promote_types(dtype, torch.float32)  # as in a capture
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
     rows = Rows(aux[plan.rows], LastHidden(last[plan.teacher], *teacher))

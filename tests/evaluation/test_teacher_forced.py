@@ -85,7 +85,7 @@ def test_a_held_out_measurement_counts_the_tokens_and_verifications_of_decoding_
     texts = [written_text(target, prompt, NEW_TOKENS).ids for prompt in prompts]
     answers = [torch.arange(len(ids)) >= len(prompt) for ids, prompt in zip(texts, prompts, strict=True)]
     stream = Stream.pack(texts, answers, "served")
-    plan, states = plan_sequence(stream, draft.draft_config.reach(STEPS)), Rows.cat(target.prefill(texts))
+    plan, states = plan_sequence(stream, draft.reach(STEPS)), Rows.cat(target.prefill(texts))
     batch = maker.micro_batch(stream, plan, Rows(states.aux[plan.rows], states.teacher[plan.teacher]))
     with torch.no_grad():
         distilled = objective(batch, StepWeights(zeros, zeros))

@@ -23,7 +23,7 @@ from eagle3.evaluation.speculative import (
     speculative,
 )
 from eagle3.objective.unroll import unroll, unroll_inputs
-from eagle3.parallel.sequence import Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.targets.transformers import TransformersTarget
 
@@ -99,7 +99,7 @@ def export_trained(
     draft = untrained_draft(config, target.head, topology.modules, seed=0)
     trained = [weight.requires_grad_() for name, weight in draft.named_parameters() if name != "embedding.weight"]
     stream = Stream.pack(texts, [torch.ones(len(text), dtype=torch.bool) for text in texts], "reference")
-    plan = plan_sequence(stream, config.reach(DRAFT_TOKENS))
+    plan = plan_sequence(stream, Reach(DRAFT_TOKENS, config.window))
     aux = torch.cat([states.aux for states in target.prefill(texts)])
     inputs = unroll_inputs(stream, plan, aux[plan.rows])
     labels = torch.stack([draft_id[stream.tokens_after(plan.queries, step + 2)] for step in range(DRAFT_TOKENS)])

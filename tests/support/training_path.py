@@ -16,7 +16,7 @@ from eagle3.objective.losses import BatchCounts, LossConfig, Metrics, batch_metr
 from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
-from eagle3.parallel.sequence import SequenceSharding, Stream, plan_sequence
+from eagle3.parallel.sequence import Reach, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import DraftLogits, LastHidden, Rows
 from eagle3.targets.logits import LogitTransform, summarize_teacher
@@ -56,7 +56,7 @@ def stream_batch(
 ) -> MicroBatch:
     """This rank's part of one packed stream. teacher_kind: how the teacher's rows are given."""
     stream = Stream.pack([each.ids for each in documents], [each.loss_mask for each in documents], case.rows)
-    plan = plan_sequence(stream, case.config.reach(steps), sharding, topology.sequence.rank())
+    plan = plan_sequence(stream, Reach(steps, case.config.window), sharding, topology.sequence.rank())
     aux, last = (torch.cat([getattr(each, name) for each in documents]) for name in ("aux", "last"))
     exact = torch.promote_types(dtype, torch.float32)  # as in a capture, whatever dtype the draft trains in
     taught, transform = last[plan.teacher], LogitTransform(case.scale, case.cap)
