@@ -228,7 +228,7 @@ def measure_codecs(samples: Sequence[Sample], threads: int, rounds: int) -> dict
 def time_store(samples: Sequence[Sample], path: Path, codec: str, threads: int) -> Timing:
     import torch
 
-    from eagle3.states.store.reader import HiddenStateStore, RowRequest
+    from eagle3.states.store.reader import HiddenStateStore
     from eagle3.states.store.shard import Encoding
     from eagle3.states.store.writer import StoreWriter
 
@@ -247,8 +247,9 @@ def time_store(samples: Sequence[Sample], path: Path, codec: str, threads: int) 
         for start in range(0, len(samples), 16):
             members = samples[start : start + 16]
             rows = [torch.arange(first(len(sample.ids)), last(len(sample.ids))) for sample in members]
-            requests = [RowRequest(s.id, r, r[r > 0]) for s, r in zip(members, rows, strict=True)]
-            for sample, of_sample, stored in zip(members, rows, store.read(requests), strict=True):
+            locations = [store.locations[sample.id] for sample in members]
+            read = store.read_at(locations, [(each, each[each > 0]) for each in rows])
+            for sample, of_sample, stored in zip(members, rows, read, strict=True):
                 if codec != "fp8":
                     assert torch.equal(stored.aux[-1], sample.states.aux[of_sample[-1]]), (
                         "what is read is what was written"

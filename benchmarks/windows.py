@@ -73,7 +73,7 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
     from memory import WIDTH, draft_of_8b
 
     from eagle3.parallel.sequence import Reach, Stream, plan_sequence
-    from eagle3.states.store.reader import HiddenStateStore, RowRequest
+    from eagle3.states.store.reader import HiddenStateStore
     from eagle3.states.store.shard import Encoding
     from eagle3.states.store.writer import StoreWriter
     from eagle3.text.samples import SampleSet
@@ -98,7 +98,7 @@ def measure(case: Case, topology, rounds: int) -> dict[str, Any]:
             stream = Stream.pack([ids], [mask], "reference")
             plan = plan_sequence(stream, Reach(STEPS, case.window))
             clock.tick("plan_seconds")
-            (rows,) = store.read([RowRequest(sample.id, plan.rows, plan.teacher)])
+            (rows,) = store.read_at([store.locations[sample.id]], [(plan.rows, plan.teacher)])
             clock.tick("read_seconds")
             floats = rows.aux.float(), rows.teacher.values.float()
             prepared = prepare_rows(stream, plan, *floats, head, draft, Layout(), topology)

@@ -17,7 +17,7 @@ from eagle3.parallel.sequence import Reach, Rule, SequencePlan, SequenceSharding
 from eagle3.parallel.topology import agreed, gathered
 from eagle3.states.rows import Rows, Target, deal_streams
 from eagle3.states.spool import SpoolReader, Ticket
-from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.reader import HiddenStateStore
 from eagle3.text.samples import Sample, SampleSet, Spans
 
 # A ticket's counter has eight hex digits: 4 bits for the loader's channel, then 28 that count its requests for the
@@ -107,7 +107,8 @@ class StoredSource:
     alone = True
 
     def rows(self, readings: Sequence[SampleReading]) -> list[Rows]:
-        return self.store.read([RowRequest(sample.id, aux, teacher, sample) for sample, _, aux, teacher in readings])
+        rows = [(reading.aux, reading.teacher) for reading in readings]
+        return self.store.read([reading.sample for reading in readings], rows)
 
 
 class SpooledSource:

@@ -36,7 +36,7 @@ from eagle3.parsing import parse_json
 from eagle3.states.capture import token_bytes
 from eagle3.states.rows import Rows
 from eagle3.states.store.files import DamagedStore, LocalFiles
-from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location, RowRequest
+from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location
 from eagle3.states.store.shard import DATA_START, Encoding, kept_rows, read_index, taught_rows
 
 LOCK = "owner.lock"
@@ -291,10 +291,10 @@ class SpoolReader:
         return location
 
     def read(self, location: Location, aux: Tensor, teacher: Tensor) -> Rows:
-        """Read rows of a sample (see `RowRequest`). Any row can be read. Raises UserError if the bytes are not those
+        """Read rows of a sample (see `RowNumbers`). Any row can be read. Raises UserError if the bytes are not those
         that a server wrote, or predictions are out of range."""
         try:
-            return self.store.read_at([location], [RowRequest(location.entry.id, aux, teacher)])[0]
+            return self.store.read_at([location], [(aux, teacher)])[0]
         except DamagedStore as error:
             self._require_owner()
             raise UserError(

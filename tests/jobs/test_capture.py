@@ -14,7 +14,7 @@ import pytest
 import torch
 from jobs import job_of
 from limits import wait_until
-from store_cases import HIDDEN, PROVENANCE, indexes, sample
+from store_cases import HIDDEN, PROVENANCE, indexes, read_rows, sample
 from tiny_run import capture, deepspeed, finish, launch, make_target, run_script, write_recipe
 
 from eagle3.console import Console
@@ -26,7 +26,7 @@ from eagle3.recipe.loading import load_recipe
 from eagle3.states.capture import ROUND_BATCHES, Wanted, disk_need, prefill_batches, require_disk, wanted_samples
 from eagle3.states.store.check import check_store
 from eagle3.states.store.folder import MANIFEST, StoreManifest
-from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import Encoding, taught_rows
 from eagle3.states.store.writer import StoreWriter
 from eagle3.text.samples import SampleSet
@@ -111,7 +111,7 @@ def test_a_verify_finds_values_that_no_target_computes_and_a_repair_removes_thos
     for name in bad:
         taught = taught_rows(samples[name].load().loss_mask).nonzero().flatten()
         with pytest.raises(UserError, match=f"sample {name}: has .*capture.py --repair"):
-            store.read([RowRequest(name, taught[:0], taught)])
+            read_rows(store, name, taught[:0], taught)
     assert not verified(repair=True)
     assert HiddenStateStore.open(str(tmp_path), store_provenance(job), size).missing(samples) == list(bad)
     described = json.loads((tmp_path / "store.json").read_text())
@@ -190,8 +190,7 @@ def test_ranks_that_prefill_long_samples_together_capture_what_one_process_does(
     assert min(lengths) <= 40 < max(lengths)
     for sample_id, tokens in samples.items():
         teacher = taught_rows(tokens.loss_mask).nonzero().flatten()
-        request = RowRequest(sample_id, torch.arange(len(tokens.ids)), teacher)
-        alone, together = (store.read([request])[0] for store in stores)
+        alone, together = (read_rows(store, sample_id, torch.arange(len(tokens.ids)), teacher) for store in stores)
         assert torch.equal(alone.teacher.argmax, together.teacher.argmax)
         for name in ("aux", "values", "logsumexp"):
             expected, actual = alone.named()[name], together.named()[name]

@@ -30,6 +30,7 @@ from sglang_case import (
     target_behind,
     whole,
 )
+from store_cases import read_rows
 from tiny_run import deepspeed, finish, launch, make_target, metrics, write_recipe
 
 from eagle3.errors import UserError
@@ -40,7 +41,7 @@ from eagle3.states.rows import Rows
 from eagle3.states.spool import Spool, SpoolReader, Ticket, WantedRows, spool_bytes
 from eagle3.states.store.files import LocalFiles
 from eagle3.states.store.folder import MANIFEST, find_indexes
-from eagle3.states.store.reader import HiddenStateStore, Location, RowRequest
+from eagle3.states.store.reader import HiddenStateStore, Location
 from eagle3.targets.sglang.asking import Generated, ModelInfo, ServerInfo, ask
 from eagle3.targets.sglang.client import Producer, Servers
 from eagle3.targets.sglang.hook import HookSettings
@@ -141,7 +142,7 @@ def test_a_store_captured_from_a_server_has_the_rows_that_transformers_gives(cas
     for sample_id in list(store.locations)[:10]:
         (one,) = store.tokens_at([store.locations[sample_id]])
         ids, taught = one.ids, torch.arange(1, len(one.ids))[one.loss_mask[:-1]]
-        actual = store.read([RowRequest(sample_id, torch.arange(len(ids)), taught)])[0]
+        actual = read_rows(store, sample_id, torch.arange(len(ids)), taught)
         (expected,) = target.prefill([ids])
         assert torch.allclose(actual.aux, expected.aux, atol=3e-6 * float(expected.aux.abs().max()))
         assert torch.allclose(
@@ -262,13 +263,13 @@ def test_rows_of_a_plan_are_bit_for_bit_those_of_a_store_of_the_spooled_samples(
         }
         stores.append(HiddenStateStore(files, locations, {}))
     for (aux, teacher), rows_of_rank, store in zip(requested, live, stores, strict=True):
-        requests = [RowRequest(one.id, a, b) for one, a, b in zip(samples, aux, teacher, strict=True)]
-        for mine, other in zip(rows_of_rank, store.read(requests), strict=True):
+        read = store.read_at([store.locations[one.id] for one in samples], [*zip(aux, teacher, strict=True)])
+        for mine, other in zip(rows_of_rank, read, strict=True):
             assert type(mine.teacher) is type(other.teacher)
             assert all(torch.equal(tensor, other.named()[name]) for name, tensor in mine.named().items())
     for one in samples:
         every = torch.arange(len(one.ids))
-        first, second = (store.read([RowRequest(one.id, every, every)])[0] for store in stores)
+        first, second = (read_rows(store, one.id, every, every) for store in stores)
         errors = largest_errors(first, second)
         assert errors.pop("argmax") == 0 and max(errors.values()) < 3e-6, errors
 

@@ -26,7 +26,7 @@ from eagle3.parallel.sequence import Reach
 from eagle3.states.spool import Ticket
 from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import read_manifest
-from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.writer import StoreWriter
 from eagle3.targets.sglang.asking import Generated, ModelInfo, ServerInfo, ask
 from eagle3.targets.sglang.server import SGLangServer
@@ -189,7 +189,7 @@ def test_a_store_of_a_long_prompt_with_a_short_answer_has_the_rows_of_transforme
     seen = encoding.reach.rows(sample.loss_mask).nonzero().flatten()
     assert len(seen) == (400 if window is None else 1 + 23 + 6 + 29), "the first row; window, steps and answer"
     taught = torch.arange(371, 400)
-    served, own = (store.read([RowRequest(sample.id, seen, taught)])[0] for store in stores)
+    served, own = (store.read([sample], [(seen, taught)])[0] for store in stores)
     errors = largest_errors(served, own)
     assert errors.pop("argmax") == 0 and max(errors.values()) < ALLOWED, errors
 

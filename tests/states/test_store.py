@@ -16,6 +16,7 @@ from store_cases import (
     check,
     open_store,
     provenance_of,
+    read_rows,
     read_whole,
     same_rows,
     sample,
@@ -30,7 +31,7 @@ from eagle3.states.loader import SampleReading, StoredSource
 from eagle3.states.rows import CapturePart, DraftLogits, LastHidden, Rows
 from eagle3.states.store.codecs import Fp8
 from eagle3.states.store.files import DamagedStore
-from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import Encoding, taught_rows
 from eagle3.states.store.writer import StoreWriter
 from eagle3.text.samples import Sample
@@ -150,11 +151,10 @@ def test_ranged_rows_equal_those_of_the_whole_sample(tmp_path, codec, aux_rows, 
     _, _, loss_mask, states = sample(7, tokens=50, hidden=1024)
     aux = torch.tensor(aux_rows, dtype=torch.int64)
     teacher = taught_rows(loss_mask).nonzero().flatten()[torch.tensor(taught, dtype=torch.int64)]
-    requests = [
-        RowRequest(sample_id(7, tokens=50), *rows) for rows in ((aux, teacher), (torch.arange(50), teacher[:0]))
-    ]
     for place in (tmp_path, f"file://{tmp_path}"):
-        stored, whole = open_store(place, encoding).read(requests)
+        store = open_store(place, encoding)
+        rows = [(aux, teacher), (torch.arange(50), teacher[:0])]
+        stored, whole = store.read_at(2 * [store.locations[sample_id(7, tokens=50)]], rows)
         assert same_rows(stored, Rows(states.aux[aux], states.teacher[teacher])) and torch.equal(whole.aux, states.aux)
 
 
@@ -165,7 +165,7 @@ def test_rows_of_the_neighbouring_sample_and_rows_that_teach_nobody_are_out_of_r
     with pytest.raises(
         (AssertionError, IndexError), match="rows of (aux|last) that are not stored|index 50 is out of bounds"
     ):
-        open_store(tmp_path).read([RowRequest(sample_id(7, tokens=50), *rows)])
+        read_rows(open_store(tmp_path), sample_id(7, tokens=50), *rows)
 
 
 @pytest.mark.parametrize(
@@ -236,11 +236,11 @@ def test_a_rank_reads_the_chunks_of_its_plan_and_so_one_share_of_the_bytes(tmp_p
     stream = Stream.pack([ids], [torch.ones(tokens, dtype=torch.bool)], "reference")
     for ulysses, ring, layout in LAYOUTS:
         store, ranks = open_store(f"counting://{tmp_path}", encoding), ulysses * ring
-        store.read([RowRequest(sample_id(5), *2 * [torch.tensor([], dtype=torch.int64)])])
+        read_rows(store, sample_id(5), *2 * [torch.tensor([], dtype=torch.int64)])
         for rank in range(ranks):
             plan = plan_sequence(stream, Reach(7), SequenceSharding(ulysses, ring, layout), rank)
             before = store.files.files.bytes_read
-            (stored,) = store.read([RowRequest(sample_id(5), plan.rows, plan.teacher)])
+            stored = read_rows(store, sample_id(5), plan.rows, plan.teacher)
             read = store.files.files.bytes_read - before
             if codec != "fp8":
                 assert torch.equal(stored.aux, states.aux[plan.rows].bfloat16())
@@ -265,9 +265,9 @@ def test_reading_from_a_folder_maps_it_and_touches_little_of_it(tmp_path, monkey
     store, rows, kept = open_store(tmp_path, encoding), torch.arange(1000, 1010), []
     fetch = store.files.fetch
     monkeypatch.setattr(store.files, "fetch", lambda ranges: kept.append(fetch(ranges)) or kept[-1])
-    store.read([RowRequest(sample_id(1), rows, rows)])
+    read_rows(store, sample_id(1), rows, rows)
     assert 10 * 4 * hidden * 2 < resident(tmp_path) < 3e6
-    store.read([RowRequest(sample_id(1), torch.arange(tokens), rows)])
+    read_rows(store, sample_id(1), torch.arange(tokens), rows)
     assert resident(tmp_path) > 90e6
 
 
@@ -308,7 +308,7 @@ def test_membership_and_missing_name_what_is_not_there(tmp_path):
     assert len(store.locations) == 3 and sample_id(2) in store.locations and sample_id(4) not in store.locations
     assert store.missing([sample_id(9), sample_id(1), sample_id(4)]) == [sample_id(9), sample_id(4)]
     with pytest.raises(UserError, match=f"'{sample_id(4)}' is not in the store; run capture.py"):
-        store.read([RowRequest(sample_id(4), torch.arange(1), torch.arange(1))])
+        store.read([Sample(*sample(4)[:3])], [2 * (torch.arange(1),)])
 
 
 def test_a_known_sample_is_ignored_and_add_says_so(tmp_path):

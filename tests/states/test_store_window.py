@@ -5,13 +5,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from store_cases import HIDDEN, PLAIN, PROVENANCE, check, open_store, provenance_of, same_rows, sample, write, write_one
+from store_cases import (
+    HIDDEN,
+    PLAIN,
+    PROVENANCE,
+    check,
+    open_store,
+    provenance_of,
+    read_rows,
+    same_rows,
+    sample,
+    write,
+    write_one,
+)
 
 from eagle3.errors import UserError
 from eagle3.parallel.sequence import RULES, Reach, SequenceSharding, Stream, plan_sequence
 from eagle3.states.capture import Wanted, disk_need
 from eagle3.states.rows import LastHidden, Rows
-from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import Encoding, taught_rows
 from eagle3.states.store.writer import StoreWriter
 from eagle3.text.samples import SampleSet
@@ -56,8 +68,8 @@ def test_a_store_has_what_a_window_sees_bit_for_bit_and_nothing_else(tmp_path):
     for number in range(12):
         name, _, loss_mask, _ = sample(number)
         seen = WINDOWED.reach.rows(loss_mask).nonzero().flatten()
-        request = RowRequest(name, seen.flip(0), taught_rows(loss_mask).nonzero().flatten())
-        assert same_rows(windowed.read([request])[0], full.read([request])[0])
+        rows = name, seen.flip(0), taught_rows(loss_mask).nonzero().flatten()
+        assert same_rows(read_rows(windowed, *rows), read_rows(full, *rows))
         index, entry = windowed.locations[name]
         assert entry.seen == len(seen) and index.encoding == WINDOWED
     assert check(tmp_path / "windowed", range(12), WINDOWED).problems == []
@@ -69,11 +81,11 @@ def test_rows_that_no_query_sees_are_out_of_reach(tmp_path):
     _, ids, _, states = sample(3, tokens=60)
     write_one(tmp_path, WINDOWED, "ab" * 16, ids, mask, states)
     store, none = open_store(tmp_path, WINDOWED), torch.zeros(0, dtype=torch.int64)
-    (actual,) = store.read([RowRequest("ab" * 16, torch.tensor([0, 35, 51]), none)])
+    actual = read_rows(store, "ab" * 16, torch.tensor([0, 35, 51]), none)
     assert torch.equal(actual.aux, states.aux[[0, 35, 51]])
     for row in (34, 52):
         with pytest.raises(AssertionError, match="rows of aux that are not stored"):
-            store.read([RowRequest("ab" * 16, torch.tensor([row]), none)])
+            read_rows(store, "ab" * 16, torch.tensor([row]), none)
 
 
 @pytest.mark.parametrize("codec", ["none", "lossless"])

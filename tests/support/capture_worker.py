@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from processes import begin_ranks, ended, run_launcher
+from store_cases import read_rows
 
 import eagle3.jobs.plan
 import eagle3.jobs.supply
@@ -28,7 +29,7 @@ import eagle3.jobs.train  # noqa: F401
 # Above and below: what the launchers import, so that the forks need not.
 from eagle3.states.store.files import open_files
 from eagle3.states.store.folder import read_manifest
-from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import taught_rows
 
 WRITES = {"rename", "replace", "link", "fsync", "write", "open"}
@@ -111,7 +112,7 @@ def content(store: Path) -> dict[str, str]:
     for sample_id in opened.locations:
         tokens = opened.tokens_at([opened.locations[sample_id]])[0]
         teacher = taught_rows(tokens.loss_mask).nonzero().flatten()
-        (rows,) = opened.read([RowRequest(sample_id, torch.arange(len(tokens.ids)), teacher)])
+        rows = read_rows(opened, sample_id, torch.arange(len(tokens.ids)), teacher)
         data = b"".join(rows_of.numpy().tobytes() for rows_of in (*rows.named().values(), tokens.ids))
         digests[sample_id] = hashlib.sha256(data).hexdigest()
     return digests

@@ -15,7 +15,7 @@ from limits import HANG_SECONDS
 from eagle3.states.rows import LastHidden, Rows
 from eagle3.states.store.check import Findings, check_store
 from eagle3.states.store.files import DamagedStore, LocalFiles
-from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import Encoding, ShardIndex, read_index, taught_rows
 from eagle3.states.store.writer import StoreWriter
 from eagle3.text.samples import Sample, sample_digest
@@ -74,10 +74,14 @@ def stored_tokens(store: HiddenStateStore, sample: str) -> Sample:
     return store.tokens_at([store.locations[sample]])[0]
 
 
+def read_rows(store: HiddenStateStore, sample: str, aux: torch.Tensor, teacher: torch.Tensor) -> Rows:
+    return store.read_at([store.locations[sample]], [(aux, teacher)])[0]
+
+
 def read_whole(store: HiddenStateStore, number: int, tokens: int | None = None) -> Rows:
     loss_mask = stored_tokens(store, sample_id(number, tokens)).loss_mask
     teacher = taught_rows(loss_mask).nonzero().flatten()
-    return store.read([RowRequest(sample_id(number, tokens), torch.arange(len(loss_mask)), teacher)])[0]
+    return read_rows(store, sample_id(number, tokens), torch.arange(len(loss_mask)), teacher)
 
 
 def same_rows(one: Rows, other: Rows) -> bool:

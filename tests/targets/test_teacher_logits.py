@@ -27,7 +27,7 @@ from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.states.capture import capture, disk_need, wanted_samples
 from eagle3.states.store.check import check_store
-from eagle3.states.store.reader import HiddenStateStore, RowRequest
+from eagle3.states.store.reader import HiddenStateStore
 from eagle3.states.store.shard import taught_rows
 from eagle3.states.store.writer import StoreWriter
 from eagle3.targets.logits import LogitTransform
@@ -186,7 +186,7 @@ def test_no_codec_rounds_logits_to_8_bits(tmp_path, target, topology, codec):
     for one in wanted_samples((job.inputs.held_out,)).values():
         sample = one.load()
         teacher = taught_rows(sample.loss_mask).nonzero().flatten()
-        (rows,) = store.read([RowRequest(sample.id, torch.arange(0), teacher)])
+        (rows,) = store.read([sample], [(torch.arange(0), teacher)])
         (states,) = running.prefill([sample.ids])
         assert rows.teacher.values.shape == (len(teacher), job.vocabulary.size)
         # the same document alone and in a batch differs by fp32 rounding

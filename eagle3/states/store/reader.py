@@ -23,15 +23,9 @@ THREADS = 4
 # Approximate number of encoded bytes that one thread checks and decodes at a time.
 RUN_BYTES = 1 << 20
 ANY_TOKEN = 1 << 31  # the vocabulary's size where it is not known
-
-
-class RowRequest(NamedTuple):
-    """The rows of a sample to read. Row numbers are int64, from 0 to T-1, in any order; there may be none."""
-
-    sample_id: str
-    aux: Tensor  # rows of `aux`; only those that the store has (`Reach.rows`)
-    teacher: Tensor  # rows of `last`, argmax and logsumexp; only rows that the store has (`kept_rows`)
-    tokens: Sample | None = None  # with whose tokens it must begin; None to skip this check
+# Which rows of a sample to read: those of `aux`, then those of `last`, argmax and logsumexp. Each is int64, from 0 to
+# T-1, in any order; there may be none. Only rows that the store has (`Reach.rows`, `kept_rows`).
+RowNumbers = tuple[Tensor, Tensor]
 
 
 class Location(NamedTuple):
@@ -145,22 +139,25 @@ class HiddenStateStore:
         """The tokens that the samples at these locations were captured from, under the ids that the index has."""
         return [_tokens(*each) for each in zip(locations, self._facts(locations), strict=True)]
 
-    def read(self, requests: Sequence[RowRequest]) -> list[Rows]:
-        """Read the rows of all requests, with hidden states and logits in the store's dtype. However many requests
-        there are, this takes two rounds of reads."""
-        for sample_id in self.missing(request.sample_id for request in requests):
+    def read(self, samples: Sequence[Sample], rows: Sequence[RowNumbers]) -> list[Rows]:
+        """Read rows of these samples, with hidden states and logits in the store's dtype. However many samples there
+        are, this takes two rounds of reads. Raises UserError if one does not begin with the tokens that it has here."""
+        for sample_id in self.missing(sample.id for sample in samples):
             raise UserError(f"{self.where}: sample {sample_id!r} is not in the store; run capture.py, which adds it")
-        return self.read_at([self.locations[request.sample_id] for request in requests], requests)
+        return self.read_at([self.locations[sample.id] for sample in samples], rows, samples)
 
-    def read_at(self, locations: Sequence[Location], requests: Sequence[RowRequest]) -> list[Rows]:
-        """Like `read`, for samples at known locations."""
+    def read_at(
+        self, locations: Sequence[Location], rows: Sequence[RowNumbers], samples: Sequence[Sample] | None = None
+    ) -> list[Rows]:
+        """Like `read`, for samples at known locations, whose tokens are only compared if they are given."""
         all_facts, plans = self._facts(locations), []
-        for location, request, facts in zip(locations, requests, all_facts, strict=True):
+        required = samples or [None] * len(locations)
+        for location, wanted, facts, sample in zip(locations, rows, all_facts, required, strict=True):
             tokens = _tokens(location, facts)
-            if request.tokens is not None:
-                self._require_tokens(location, tokens, request.tokens)
+            if sample is not None:
+                self._require_tokens(location, tokens, sample)
             masks = location.index.encoding.reach.rows(tokens.loss_mask), kept_rows(location.entry, tokens.loss_mask)
-            for name, mask, indices in zip(HIDDEN, masks, (request.aux, request.teacher), strict=True):
+            for name, mask, indices in zip(HIDDEN, masks, wanted, strict=True):
                 assert bool((indices >= 0).all() and mask[indices].all()), f"rows of {name} that are not stored"
                 plans.append(plan_rows(location, name, facts, (mask.cumsum(0) - 1)[indices]))
         runs = [run for plan in plans for run in plan.runs]
@@ -171,9 +168,9 @@ class HiddenStateStore:
             each.result()
         hidden = iter(plan.buffer[plan.places] for plan in plans)
         results = []
-        for location, request, facts in zip(locations, requests, all_facts, strict=True):
-            aux, values, teacher = next(hidden), next(hidden), request.teacher.numpy()
-            columns = facts["argmax"][teacher].astype(np.int64), facts["logsumexp"][teacher]
+        for location, (_, teacher), facts in zip(locations, rows, all_facts, strict=True):
+            aux, values, places = next(hidden), next(hidden), teacher.numpy()
+            columns = facts["argmax"][places].astype(np.int64), facts["logsumexp"][places]
             predictions = location.index.encoding.teacher(values, *map(torch.from_numpy, columns))
             if flaw := predictions.flaw(self.vocab_size):
                 raise DamagedStore(self._where(location), f"has {flaw}", "out of range")
