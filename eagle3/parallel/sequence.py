@@ -6,7 +6,6 @@ and the target's prediction at row r = t+k+1 teaches it. A rule says, of each ro
 row the first chain begins that it may teach (docs/exactness.md).
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,10 +74,6 @@ class Reach(NamedTuple):
         if self.window is None:
             return "full attention, or of parallelism.query_selection=all"
         return f"a window of {self.window:,} keys and {self.ttt_steps} TTT steps"
-
-    def covers(self, other: "Reach") -> bool:
-        """Whether a store of this reach has all rows of the other."""
-        return all((ours or math.inf) >= (theirs or math.inf) for ours, theirs in zip(self, other, strict=True))
 
     @property
     def prefixes(self) -> list[int | None]:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from eagle3.durable import Lock, lock, write_text, writing
 from eagle3.errors import NO_SPACE, SharedUserError, UserError
-from eagle3.parallel.sequence import Reach
+from eagle3.parallel.sequence import Reach, covered
 from eagle3.parsing import parse_json
 from eagle3.states.capture import token_bytes
 from eagle3.states.rows import Rows
@@ -120,9 +120,8 @@ def want(folder: Path, ticket: Ticket, rows: WantedRows) -> None:
 def wanted_rows(folder: Path, ticket: Ticket) -> WantedRows:
     """The rows that are wanted of a sample. Raises FileNotFoundError if it is not wanted, or no longer."""
     values = parse_json((folder / ticket.mark("wanted")).read_bytes())
-    mask = torch.zeros(ticket.tokens, dtype=torch.bool)
-    for start, stop in zip(values["edges"][::2], values["edges"][1::2], strict=True):
-        mask[start:stop] = True
+    edges = torch.tensor(values["edges"], dtype=torch.long)
+    mask = covered(edges[::2], edges[1::2], ticket.tokens)
     return WantedRows(mask, Reach.of(values["settings"]), values["settings"]["every"])
 
 

@@ -52,8 +52,6 @@ class LocalFiles:
             return set(os.listdir(self.folder))
         except FileNotFoundError:
             return set()
-        except NotADirectoryError as error:
-            raise UserError(f"{self.folder}: is a file; name the store's folder in hidden_states.path") from error
 
     def read(self, name: str) -> bytes:
         """The contents of a whole file."""

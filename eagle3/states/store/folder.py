@@ -1,6 +1,7 @@
 """A store's folder: the indexes of its shards, and `store.json`, which says what it was captured from."""
 
 import json
+import math
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -71,7 +72,7 @@ def read_own_manifest(files: StoreFiles, provenance: Provenance) -> StoreManifes
     actual = manifest.provenance
     required = json.loads(json.dumps(dict(provenance)))  # as read back from a file, where tuples are lists
     needs, has = Reach.of(required), Reach.of(actual)
-    if not has.covers(needs):
+    if any((need or math.inf) > (there or math.inf) for need, there in zip(needs, has, strict=True)):  # None: all
         raise UserError(
             f"{files.where}: the store has the rows of {has}, this run needs those of {needs}; set "
             f"model.draft.window={has.window} and training.ttt_steps={has.ttt_steps}, or less, and "

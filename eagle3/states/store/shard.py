@@ -65,11 +65,6 @@ class Encoding:
     teacher_width: int | None = None
     reach: Reach = Reach()  # which rows of `aux` are kept; by default all, which serves any draft
 
-    def settings(self) -> dict[str, Any]:
-        """As JSON values, for an index."""
-        settings = dict(vars(self))
-        return settings | settings.pop("reach")._asdict()
-
     @property
     def number_format(self) -> torch.dtype:
         return getattr(torch, self.dtype)
@@ -185,7 +180,9 @@ def write_index(
     digest: see `ShardIndex.provenance_digest`
     """
     entries = [entry._asdict() for entry in samples]
-    body = {"encoding": encoding.settings(), "provenance_digest": digest, "samples": entries}
+    settings = {**vars(encoding), **encoding.reach._asdict()}
+    del settings["reach"]
+    body = {"encoding": settings, "provenance_digest": digest, "samples": entries}
     text = json.dumps({**body, "digest": json_digest(body)}).encode()
     start = max(tensor["data_offsets"][1] for name, tensor in header.items() if name != INDEX)
     header = {**header, INDEX: {"dtype": "U8", "shape": [len(text)], "data_offsets": [start, start + len(text)]}}
