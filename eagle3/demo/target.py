@@ -331,8 +331,8 @@ def batches(documents: Sequence[torch.Tensor], batch_tokens: int, seed: int) -> 
     while True:
         order = torch.randperm(len(documents), generator=generator).tolist()
         for start in range(0, len(order), WINDOW):
-            window = list(padded([documents[index] for index in order[start : start + WINDOW]], batch_tokens))
-            yield from (window[index] for index in torch.randperm(len(window), generator=generator).tolist())
+            batches = list(padded([documents[index] for index in order[start : start + WINDOW]], batch_tokens))
+            yield from (batches[index] for index in torch.randperm(len(batches), generator=generator).tolist())
 
 
 def padded(documents: Sequence[torch.Tensor], batch_tokens: int) -> Iterator[torch.Tensor]:

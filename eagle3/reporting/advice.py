@@ -61,10 +61,10 @@ def _lossy(run: RunRecord) -> Iterator[Advice]:
 
 def _diverged(run: RunRecord) -> Iterator[Advice]:
     losses = column(run.train, "loss")
-    window = max(1, len(losses) // 10)
-    if len(losses) < 3 * window or not np.isfinite(losses).all():
+    tenth = max(1, len(losses) // 10)
+    if len(losses) < 3 * tenth or not np.isfinite(losses).all():
         return
-    first, last = float(mean(losses[:window])), float(mean(losses[-window:]))
+    first, last = float(mean(losses[:tenth])), float(mean(losses[-tenth:]))
     if last > DIVERGED * first:
         yield Advice(
             f"Training loss rose from {first:.3f} to {last:.3f}.",
@@ -149,9 +149,9 @@ def _overfitted(run: RunRecord) -> Iterator[Advice]:
         return
     best = int(np.nanargmin(held_out))
     steps, losses = column(run.train, "step"), column(run.train, "loss")
-    window = max(1, len(steps) // 10)
+    tenth = max(1, len(steps) // 10)
     until = int(np.searchsorted(steps, measured[best], side="right"))
-    then, now = float(mean(losses[max(0, until - window) : until])), float(mean(losses[-window:]))
+    then, now = float(mean(losses[max(0, until - tenth) : until])), float(mean(losses[-tenth:]))
     if held_out[-1] > RISE * held_out[best] and now < then:
         yield Advice(
             f"Held-out loss rose from {held_out[best]:.3f} at step {measured[best]:.0f} to {held_out[-1]:.3f}, while "

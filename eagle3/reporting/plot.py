@@ -81,8 +81,8 @@ class Plot(NamedTuple):
 def trend(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Like `thinned`, with each value the mean of the last twentieth of the steps, since one batch says little."""
     steps, values = thinned(steps, values)
-    window = max(1, len(values) // SMOOTHED)
-    return steps, np.array([mean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)])
+    span = max(1, len(values) // SMOOTHED)
+    return steps, np.array([mean(values[max(0, end - span) : end]) for end in range(1, len(values) + 1)])
 
 
 def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -194,13 +194,13 @@ def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str
     return digest.hexdigest()[:32]
 
 
-def _sampled_bytes(file: Path, windows: int = 64, window: int = 4096) -> Iterator[bytes]:
-    """`windows` evenly spaced pieces of the file, including its first and last bytes; all of it if it is small."""
-    last = max(file.stat().st_size - window, 0)
+def _sampled_bytes(file: Path, pieces: int = 64, size: int = 4096) -> Iterator[bytes]:
+    """`pieces` evenly spaced parts of the file, including its first and last bytes; all of it if it is small."""
+    last = max(file.stat().st_size - size, 0)
     with file.open("rb") as stream:
-        for start in sorted({last * i // (windows - 1) for i in range(windows)}):
+        for start in sorted({last * i // (pieces - 1) for i in range(pieces)}):
             stream.seek(start)
-            yield stream.read(window)
+            yield stream.read(size)
 
 
 @contextlib.contextmanager
