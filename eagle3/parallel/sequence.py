@@ -29,25 +29,19 @@ ZIGZAG_ROWS = 4
 MOST_QUERIES, FEWEST_QUERIES, BLOCKS_A_RANK = 512, 32, 32
 
 
-class Taught(NamedTuple):
-    """The rows of a document that teach, ascending, [M] int64."""
-
-    teacher: Tensor
-    first: Tensor  # for each, the first row of a chain that it teaches; at most teacher - 1
-
-
-def taught(mask: Tensor, rule: Rule) -> Taught:
-    """The rows that teach in a document. mask: [T] bool, the tokens of its answers."""
+def taught(mask: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+    """The rows of a document that teach, ascending, [M] int64; and for each, the first row of a chain that it teaches,
+    which is an earlier one. mask: [T] bool, the tokens of its answers."""
     rows = torch.arange(len(mask))
     match rule:
         case "reference":
             teacher = rows[:-1][mask[:-1]] + 1
-            return Taught(teacher, torch.zeros_like(teacher))
+            return teacher, torch.zeros_like(teacher)
         case "served":
             begins = mask & ~torch.nn.functional.pad(mask[:-1], (1, 0))
             before = torch.where(begins, rows - 1, -1).cummax(0).values.clamp(min=0)  # the row before this answer
             teacher = (mask[:-1] & mask[1:] & (rows > before)[:-1]).nonzero().flatten()
-            return Taught(teacher, before[teacher])
+            return teacher, before[teacher]
         case unknown:
             assert_never(unknown)
 
@@ -207,8 +201,11 @@ def plan_sequence(
     its reach. Keys that no query sees are not assigned to any rank. (At step k, a query sees k fewer of them, to make
     room for its own K_1..K_k.)
     """
-    query_rows = _queries(stream, reach.ttt_steps, sharding.query_selection)
-    visible = (stream.position[query_rows] + 1).clamp(max=reach.prefixes[0] or stream.tokens)
+    query_rows = torch.arange(stream.tokens)
+    if sharding.query_selection == "supervised":
+        starts = torch.maximum(stream.first, stream.teacher - reach.ttt_steps)
+        query_rows = covered(starts, stream.teacher, stream.tokens).nonzero().flatten()
+    visible = (stream.position[query_rows] + 1).clamp(max=reach.window or stream.tokens)
     seen = covered(query_rows + 1 - visible, query_rows + 1, stream.tokens)
     ring_keys = deal_keys(seen.nonzero().flatten(), sharding)
     dealt_queries = deal_queries(query_rows, visible, sharding)
@@ -240,13 +237,6 @@ def plan_sequence(
 
 def _slots(rows: Tensor, positions: Tensor) -> Tensor:
     return torch.where(positions >= 0, torch.searchsorted(rows, positions), len(rows) - 1)
-
-
-def _queries(stream: Stream, steps: int, selection: str) -> Tensor:
-    if selection == "all":
-        return torch.arange(stream.tokens)
-    starts = torch.maximum(stream.first, stream.teacher - steps)
-    return covered(starts, stream.teacher, stream.tokens).nonzero().flatten()
 
 
 def deal_keys(rows: Tensor, sharding: SequenceSharding) -> Tensor:

@@ -216,7 +216,7 @@ def taught_rows(loss_mask: Tensor) -> Tensor:
     """Mask of the rows whose last hidden state teaches by one of the rules (eagle3/parallel/sequence.py): bool [T]."""
     mask = torch.zeros(len(loss_mask), dtype=torch.bool)
     for rule in RULES:
-        mask[taught(loss_mask.bool(), rule).teacher] = True
+        mask[taught(loss_mask.bool(), rule)[0]] = True
     return mask
 
 
