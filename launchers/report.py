@@ -51,7 +51,7 @@ def write(options: argparse.Namespace, console: Console) -> None:
 
 def write_model_card(folder: Path) -> str:
     """Writes the card. Returns a line that says what happened."""
-    from eagle3.reporting.card import NotWritten, write_card
+    from eagle3.reporting.report import NotWritten, write_card
 
     try:
         card = write_card(folder)

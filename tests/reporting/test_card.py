@@ -9,9 +9,9 @@ import yaml
 from huggingface_hub import ModelCard
 from report_case import RECIPE, SETS, change, evaluation, started, write_json, write_run
 
-from eagle3.reporting.card import NotWritten, write_card
 from eagle3.reporting.markdown import one_line, summary
 from eagle3.reporting.record import read_run
+from eagle3.reporting.report import NotWritten, write_card
 
 
 @pytest.fixture

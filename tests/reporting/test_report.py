@@ -27,11 +27,10 @@ from eagle3.jobs.train import train
 from eagle3.recipe.loading import load_recipe
 from eagle3.recipe.schema import Recipe
 from eagle3.reporting.advice import advise
-from eagle3.reporting.card import write_card
 from eagle3.reporting.charts import charts, estimated_curve
 from eagle3.reporting.plot import MOST_POINTS, Plot, drawn, thinned
 from eagle3.reporting.record import read_run
-from eagle3.reporting.report import write_report, write_up
+from eagle3.reporting.report import write_card, write_report, write_up
 from eagle3.training.run_folder import RunFolder
 
 CHARTS = {"total_loss", "held_out", "loss", "acceptance", "learning_rate", "gradient_norm"}
