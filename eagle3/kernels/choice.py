@@ -19,9 +19,7 @@ from eagle3.console import Console
 from eagle3.draft.pointwise import pointwise_candidates
 from eagle3.durable import Lock, lock
 from eagle3.errors import SharedUserError
-from eagle3.kernels.attention import prove_blocks, prove_own
-from eagle3.kernels.loss import prove_loss
-from eagle3.kernels.pointwise import prove_pointwise
+from eagle3.kernels.cases import prove_blocks, prove_loss, prove_own, prove_pointwise
 from eagle3.kernels.proof import KernelDemand, KernelVerdict
 from eagle3.objective.distill import loss_candidates
 from eagle3.objective.model import Kernels

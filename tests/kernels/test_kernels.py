@@ -20,7 +20,7 @@ from eagle3.draft.pointwise import PLAIN_POINTWISE
 from eagle3.draft.rope import Rotation
 from eagle3.errors import UserError
 from eagle3.kernels import choice
-from eagle3.kernels.attention import prove_own
+from eagle3.kernels.cases import prove_own
 from eagle3.kernels.choice import LOSS, OTHERS, OWN, POINTWISE, agreement, changes, choose_kernels, parsed, pick, prove
 from eagle3.kernels.proof import KernelDemand, KernelVerdict
 from eagle3.objective.fused import FUSED
@@ -124,8 +124,7 @@ def candidates(*attention, others=(PLAIN_OWN, PLAIN_POINTWISE, PLAIN)) -> dict:
 
 @pytest.fixture
 def small_timing(monkeypatch):
-    for room in ("attention", "pointwise", "loss"):
-        monkeypatch.setattr(f"eagle3.kernels.{room}.TIMED_ROWS", 32)
+    monkeypatch.setattr("eagle3.kernels.cases.TIMED_ROWS", 32)
 
 
 def test_the_fastest_right_kernel_is_used_and_every_wrong_one_is_told(topology, small_timing):
