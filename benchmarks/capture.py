@@ -158,8 +158,8 @@ def running(
 ) -> Iterator[tuple[dict[str, Callable[[Sequence[Any]], None]], dict[str, int], Path]]:
     """Start the servers. Yields, for each way, a function that prefills documents and the process id of its server; and
     the job's folder in the spool."""
+    from eagle3.draft.derivation import default_aux_layers
     from eagle3.states.spool import Spool
-    from eagle3.targets.aux_layers import default_aux_layers
     from eagle3.targets.checkpoint import fingerprint
     from eagle3.targets.sglang.client import Producer, Servers
     from eagle3.targets.sglang.hook import HookSettings

@@ -7,12 +7,11 @@ from transformers import LlamaConfig, PretrainedConfig
 
 from eagle3.demo.target import demo_shape
 from eagle3.draft.config import DRAFTED_TOKENS, DraftConfig, read_draft_config
-from eagle3.draft.derivation import derive_draft
+from eagle3.draft.derivation import check_aux_layers, default_aux_layers, derive_draft
 from eagle3.errors import SharedUserError
 from eagle3.parallel.sequence import Reach
 from eagle3.recipe.schema import Draft, Recipe
 from eagle3.states.store.shard import Encoding
-from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import target_config
 from eagle3.text.vocabulary import DraftVocabulary
 

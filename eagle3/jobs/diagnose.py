@@ -12,6 +12,7 @@ from torch import Tensor
 
 from eagle3.console import Console, Progress
 from eagle3.draft.config import DraftConfig
+from eagle3.draft.derivation import check_aux_layers, default_aux_layers
 from eagle3.draft.interchange import ExportedDraft, read_exported
 from eagle3.draft.rope_parameters import rope_parameters
 from eagle3.errors import UserError, first_sentence
@@ -28,7 +29,6 @@ from eagle3.jobs.job import KnownTarget
 from eagle3.objective.chains import contexts_up_to
 from eagle3.parallel.topology import Topology
 from eagle3.planning.gpus import DEFAULT_GPU
-from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.transformers import TransformersTarget
 
 # The precision to try beside the one that the target is in.

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from eagle3.draft.derivation import check_aux_layers, default_aux_layers
 from eagle3.errors import UserError
 from eagle3.states.rows import DraftLogits, LastHidden, Rows, TeacherRows, length_buckets
-from eagle3.targets.aux_layers import check_aux_layers, default_aux_layers
 from eagle3.targets.checkpoint import decoder_layers, decoder_of, load_causal_lm
 from eagle3.targets.facts import length_ropes
 from eagle3.targets.head import model_head

@@ -18,9 +18,8 @@ import torch
 from tiny_draft import tiny_llama
 from transformers import AutoConfig, DeepseekV2Config, LlamaForCausalLM, PreTrainedConfig
 
-from eagle3.draft.derivation import derive_draft
+from eagle3.draft.derivation import default_aux_layers, derive_draft
 from eagle3.planning.payoff import vllm_flags
-from eagle3.targets.aux_layers import default_aux_layers
 from eagle3.targets.transformers import TransformersTarget
 
 LAYERS = 10

@@ -15,10 +15,10 @@ from sglang_case import capturing_server, hook_of, in_sglang, largest_errors, ta
 from test_sglang_capture import ALLOWED
 
 from eagle3.draft.config import DraftConfig
+from eagle3.draft.derivation import default_aux_layers
 from eagle3.jobs.derived import shape_draft
 from eagle3.recipe.loading import load_recipe
 from eagle3.states.rows import Rows
-from eagle3.targets.aux_layers import default_aux_layers
 from eagle3.targets.checkpoint import target_config
 from eagle3.targets.sglang.version import EAGLE3_TARGETS
 from eagle3.targets.transformers import load_target

@@ -25,9 +25,9 @@ from transformers import (
     T5Config,
 )
 
+from eagle3.draft.derivation import default_aux_layers
 from eagle3.errors import UserError
 from eagle3.states.rows import length_buckets
-from eagle3.targets.aux_layers import default_aux_layers
 from eagle3.targets.checkpoint import fingerprint, load_tokenizer, target_config
 from eagle3.targets.head import load_target_head
 from eagle3.targets.logits import BLOCK_ROWS, LogitTransform, summarize_teacher
