@@ -191,7 +191,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     from eagle3.evaluation.drafter import draft_of
     from eagle3.evaluation.prompts import longest_prompt, prompts_by_context
     from eagle3.evaluation.results import SpeculativeResult
-    from eagle3.evaluation.speculative import chain_drafter, decode_conversations
+    from eagle3.evaluation.speculative import decode_conversations
     from eagle3.jobs.evaluate import target_of
     from eagle3.jobs.job import find_target, gather_inputs
     from eagle3.parallel.topology import start_distributed
@@ -202,7 +202,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     known = find_target(load_recipe(options.recipe, []), topology.device, say, make=False)
     inputs, exported = gather_inputs(known, say, judging=True), read_exported(options.draft)
     target = target_of(known, exported, topology, say)
-    drafter = chain_drafter(target, *draft_of(exported, target.head, topology.modules_alone))
+    draft = draft_of(exported, target.head, topology.modules_alone)
     new_tokens = known.recipe.evaluation.new_tokens
     longest = longest_prompt(known.config.max_position_embeddings, new_tokens, max(DRAFT_TOKENS))
     texts = [(sample.ids, np.flatnonzero(sample.loss_mask)) for sample in inputs.held_out]
@@ -211,7 +211,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[tuple[int, int], list[SpeculativeResult]] = {}
     for number in range(options.rounds):
         for context, drafts in random.Random(number).sample(cells, len(cells)):
-            decoded = decode_conversations(target, drafter, buckets[context], Decoding(drafts, new_tokens))
+            decoded = decode_conversations(target, *draft, buckets[context], Decoding(drafts, new_tokens))
             found.setdefault((context, drafts), []).append(SpeculativeResult.over(decoded))
         print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
     return {"rows": list(predictions(found, exported.config.window)), "mark": MARK_MEASURED}

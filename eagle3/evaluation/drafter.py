@@ -1,7 +1,5 @@
 """The draft's side of speculative decoding: make drafts of exports, and propose chains with them."""
 
-from collections.abc import Callable
-
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
@@ -126,6 +124,3 @@ class ChainDrafter:
         wide = probabilities[0].new_zeros(count, self.draft.draft_config.vocab_size)
         wide[:, self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)] = torch.cat(probabilities)
         return DrawnTokens(torch.cat(tokens), wide)
-
-
-NewDrafter = Callable[[int], ChainDrafter]  # makes a drafter for a conversation of at most this many tokens

@@ -23,7 +23,7 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError, first_sentence
 from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, Greedy, Verification
 from eagle3.evaluation.context_results import ContextJudgement
-from eagle3.evaluation.drafter import ChainDrafter, NewDrafter, draft_of, untrained_draft
+from eagle3.evaluation.drafter import ChainDrafter, draft_of, untrained_draft
 from eagle3.evaluation.results import (
     Conditions,
     CountedConversation,
@@ -205,39 +205,36 @@ def timing_of(prompt: int, draft_tokens: int, output: SpeculativeOutput, plain: 
     return Timing(context, draft_tokens, *(phase / rounds for phase in output.seconds), plain.seconds / steps)
 
 
-def chain_drafter(target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor) -> NewDrafter:
-    """A factory that makes a drafter for each conversation. d2t [Vd] and the draft are on the target's device. Raises
-    UserError if the draft reads layers that `target` does not capture."""
-    layers = draft.draft_config.aux_layers
-    if layers is not None and layers != target.aux_layers:
-        raise UserError(
-            f"evaluation: the draft reads the target's layers {list(layers)}, but {list(target.aux_layers)} are "
-            "captured; set model.aux_layers to the draft's"
-        )
-    return partial(ChainDrafter, draft, d2t)
-
-
 def decode_conversations(
     target: TransformersTarget,
-    new_drafter: NewDrafter,
+    draft: Eagle3Draft,
+    d2t: Tensor,
     prompts: Sequence[Tensor],
     decoding: Decoding,
     *,
     report: Say = lambda _: None,
     task: str = "speculative decoding",
 ) -> list[DecodedConversation]:
-    """Decode every prompt (int64 [P]) speculatively and plainly.
+    """Decode every prompt (int64 [P]) speculatively and plainly. Raises UserError if the draft reads layers that
+    `target` does not capture.
 
+    draft, d2t: on the target's device
     prompts: each with room for its answer in the target's context (see `prompts.longest_prompt`)
     report: gets progress lines that begin with `task`
     """
+    layers = draft.draft_config.aux_layers
+    if layers is not None and layers != target.aux_layers:
+        raise UserError(
+            f"evaluation: the draft reads the target's layers {list(layers)}, but {list(target.aux_layers)} are "
+            "captured; set model.aux_layers to the draft's"
+        )
     draft_tokens, new_tokens = decoding.draft_tokens, decoding.new_tokens
     rule, plain_rule = (decoding.rule(target.device) for _ in range(2))
     progress = Progress(report, task, len(prompts), "conversations")
     decoded: list[DecodedConversation] = []
     for number, prompt in enumerate(prompts, start=1):
         start = time.perf_counter()
-        drafter = new_drafter(len(prompt) + new_tokens)
+        drafter = ChainDrafter(draft, d2t, len(prompt) + new_tokens)
         output = speculative(target, drafter, prompt, rule, draft_tokens=draft_tokens, new_tokens=new_tokens)
         middle = time.perf_counter()
         progress.at(number - 1)  # shows that a long prompt is making progress
@@ -310,10 +307,10 @@ def judge_export(
     Raises UserError if the draft does not belong to the target, or a prompt does not fit the target's context.
     """
     draft, d2t, conditions = _load(exported, target, groups, decoding)
-    decoded = decode_conversations(target, chain_drafter(target, draft, d2t), prompts, decoding, report=report)
+    decoded = decode_conversations(target, draft, d2t, prompts, decoding, report=report)
     report("the same with an untrained draft, on the first few conversations")
-    drafter = chain_drafter(target, untrained_draft(draft.draft_config, target.head, groups, seed=seed), d2t)
-    untrained = decode_conversations(target, drafter, prompts[:UNTRAINED_CONVERSATIONS], decoding, report=report)
+    unlearnt = untrained_draft(draft.draft_config, target.head, groups, seed=seed)
+    untrained = decode_conversations(target, unlearnt, d2t, prompts[:UNTRAINED_CONVERSATIONS], decoding, report=report)
     return Judgement.over(
         decoded,
         conditions.seed,
@@ -370,7 +367,7 @@ def judge_by_context(
     its conversations with their first token. Raises UserError like `judge_export`, and if no bucket is left.
     """
     draft, d2t, conditions = _load(exported, target, groups, decoding)
-    decode = partial(decode_conversations, target, chain_drafter(target, draft, d2t), report=report)
+    decode = partial(decode_conversations, target, draft, d2t, report=report)
     filled = {context: prompts for context, prompts in buckets.items() if prompts}
     first, *_ = filled.values()  # decoded before, so that no conversation's times hold what a process does once
     decode(first[:1], decoding=replace(decoding, new_tokens=WARM_UP_TOKENS), report=lambda _: None)

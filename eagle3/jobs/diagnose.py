@@ -22,7 +22,7 @@ from eagle3.evaluation.diagnosis import Diagnosis, diagnose, measuring
 from eagle3.evaluation.drafter import check_belongs, draft_of
 from eagle3.evaluation.known_faults import Change, DraftReading, Surroundings, layers_to_keep
 from eagle3.evaluation.results import Conditions, SpeculativeResult
-from eagle3.evaluation.speculative import DecodedConversation, chain_drafter, decode_conversations, plain_decoding
+from eagle3.evaluation.speculative import DecodedConversation, decode_conversations, plain_decoding
 from eagle3.evaluation.teacher_forced import WrittenText, read_text
 from eagle3.jobs.evaluate import decoding_of, prompts_of, target_of, with_pay_offs
 from eagle3.jobs.job import KnownTarget
@@ -129,8 +129,8 @@ def _write(
     console: Console,
 ) -> tuple[list[DecodedConversation], list[WrittenText]]:
     """Let target and draft answer the prompts. Returns how that went, and the texts."""
-    drafter = chain_drafter(target, *draft_of(exported, target.head, topology.modules_alone))
-    decoded = decode_conversations(target, drafter, prompts, decoding, report=console)
+    draft = draft_of(exported, target.head, topology.modules_alone)
+    decoded = decode_conversations(target, *draft, prompts, decoding, report=console)
     return decoded, _read(target, prompts, [each.output.tokens for each in decoded])
 
 

@@ -12,7 +12,7 @@ from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.evaluation.acceptance import AcceptanceRule, Decoding, DrawnTokens, Sampled, Verification
 from eagle3.evaluation.drafter import ChainDrafter, untrained_draft
-from eagle3.evaluation.speculative import chain_drafter, decode_conversations, plain_decoding, speculative
+from eagle3.evaluation.speculative import decode_conversations, plain_decoding, speculative
 from eagle3.targets.transformers import TransformersTarget
 
 VOCABULARY, NEW_TOKENS, DRAFT_TOKENS = 16, 3, 2
@@ -169,7 +169,7 @@ def test_one_verification_tells_a_wrong_rule(kind):
 def test_nothing_after_a_sampled_eos_counts(pair, monkeypatch):
     monkeypatch.setattr(pair.target.model.generation_config, "eos_token_id", [4, 9])
     decoding = Decoding(3, 20, temperature=1.0, seed=31)
-    decoded = decode_conversations(pair.target, chain_drafter(*pair), [PROMPT] * 60, decoding)
+    decoded = decode_conversations(*pair, [PROMPT] * 60, decoding)
     ended = {"drafted": 0, "own": 0, "not": 0}
     for each in decoded:
         tokens, verifications = each.output.tokens, each.output.verifications

@@ -11,9 +11,9 @@ from torch import Tensor
 from eagle3.draft.derivation import derive_draft
 from eagle3.draft.model import Eagle3Draft
 from eagle3.evaluation.acceptance import Decoding
-from eagle3.evaluation.drafter import NewDrafter, untrained_draft
+from eagle3.evaluation.drafter import untrained_draft
 from eagle3.evaluation.results import SpeculativeResult
-from eagle3.evaluation.speculative import chain_drafter, decode_conversations, plain_decoding
+from eagle3.evaluation.speculative import decode_conversations, plain_decoding
 from eagle3.targets.transformers import TransformersTarget
 
 TOKENS, WIDTH, DRAFT_TOKENS, NEW_TOKENS = 12, 16, 3, 30
@@ -70,8 +70,8 @@ def equal_draft(target: TransformersTarget, topology) -> Eagle3Draft:
     return draft
 
 
-def decode(target: TransformersTarget, drafter: NewDrafter, prompts: list[Tensor], decoding: Decoding):
-    decoded = decode_conversations(target, drafter, prompts, decoding)
+def decode(target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor, prompts: list[Tensor], decoding: Decoding):
+    decoded = decode_conversations(target, draft, d2t, prompts, decoding)
     return decoded, SpeculativeResult.over(decoded)
 
 
@@ -82,8 +82,8 @@ def short_prompts() -> list[Tensor]:
 @pytest.mark.parametrize("decoding", RULES)
 def test_a_real_draft_that_equals_its_target_has_every_token_accepted(topology, decoding):
     target = last_token_target()
-    drafter = chain_drafter(target, equal_draft(target, topology), torch.zeros(TOKENS, dtype=torch.long))
-    decoded, result = decode(target, drafter, short_prompts(), decoding)
+    draft, d2t = equal_draft(target, topology), torch.zeros(TOKENS, dtype=torch.long)
+    decoded, result = decode(target, draft, d2t, short_prompts(), decoding)
     assert result.acceptance_length == DRAFT_TOKENS + 1 and result.position_acceptance == [1.0] * DRAFT_TOKENS
     assert result.verifications == 3 * 8, "ceil(29 / 4), after the prefill's token, of each conversation"
     assert result.lossless is (True if decoding.greedy else None)
@@ -95,8 +95,8 @@ def test_a_real_draft_that_equals_its_target_has_every_token_accepted(topology, 
 def test_a_draft_that_is_always_wrong_accepts_nothing(topology, decoding):
     """The draft can only say what the target never says."""
     target = last_token_target()
-    drafter = chain_drafter(target, draft_for(target, 1, topology), torch.tensor([IMPOSSIBLE]))
-    decoded, result = decode(target, drafter, short_prompts(), decoding)
+    draft, d2t = draft_for(target, 1, topology), torch.tensor([IMPOSSIBLE])
+    decoded, result = decode(target, draft, d2t, short_prompts(), decoding)
     assert result.acceptance_length == 1.0 and result.position_acceptance == [0.0] * DRAFT_TOKENS
     assert result.verifications == 3 * (NEW_TOKENS - 1)
     assert all(IMPOSSIBLE not in each.output.tokens for each in decoded)
@@ -110,8 +110,8 @@ def test_a_draft_that_guesses_is_accepted_as_often_as_the_theory_says(topology, 
     target = last_token_target()
     draft = draft_for(target, TOKENS, topology)
     draft.lm_head.weight.zero_()
-    drafter = chain_drafter(target, draft, torch.zeros(TOKENS, dtype=torch.long))
-    decoded, _ = decode(target, drafter, short_prompts() * 10, replace(GREEDY, temperature=temperature, seed=4))
+    d2t, decoding = torch.zeros(TOKENS, dtype=torch.long), replace(GREEDY, temperature=temperature, seed=4)
+    decoded, _ = decode(target, draft, d2t, short_prompts() * 10, decoding)
     head = target.head.head
     logits = (head[:, :TOKENS] + head[:, CONSTANT, None]).T * 8**0.5
     chance = (logits / temperature).softmax(-1).clamp(max=1 / TOKENS).sum(-1)  # [TOKENS], after each

@@ -17,7 +17,6 @@ from eagle3.evaluation.drafter import ChainDrafter, untrained_draft
 from eagle3.evaluation.results import CountedConversation, SpeculativeResult
 from eagle3.evaluation.speculative import (
     SpeculativeOutput,
-    chain_drafter,
     decode_conversations,
     plain_decoding,
     speculative,
@@ -79,9 +78,7 @@ def decode_speculatively(
     target: TransformersTarget, draft: Eagle3Draft, d2t: Tensor, prompts: list[Tensor], **options
 ) -> SpeculativeResult:
     decoding = Decoding(DRAFT_TOKENS, NEW_TOKENS)
-    return SpeculativeResult.over(
-        decode_conversations(target, chain_drafter(target, draft, d2t), prompts, decoding, **options)
-    )
+    return SpeculativeResult.over(decode_conversations(target, draft, d2t, prompts, decoding, **options))
 
 
 def export_trained(
