@@ -82,8 +82,8 @@ def write_up(run: Path, console: Console) -> None:
             with waiting(console, f"writing the {product}"):
                 path = write(run)
             console.result(f"{product}: {path}")
-        except NotWritten as reason:
-            console(f"no {product}: {reason}, then python launchers/report.py {run}")
+        except NotWritten as notice:
+            console(f"no {product}: {notice}, then python launchers/report.py {run}")
         except Exception as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             console.warn(f"no {product}: {reason}; the run is whole, and python launchers/report.py {run} makes it")
