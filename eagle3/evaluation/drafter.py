@@ -25,36 +25,34 @@ def draft_of(
     """The frozen draft in eval mode, and its d2t [Vd], on the target's device and in its dtype, as a serving engine
     makes it: from the draft's files, and the target's embedding if these have none. Raises UserError if the draft does
     not belong to this target."""
-    draft = _empty_draft(exported.config, exported.origin, EMBEDDING in exported.weights, target_head, groups)
+    assert groups.tp.size() == 1, "speculative decoding runs in one process"
+    embedding = target_head.embedding
+    check_belongs(exported.config, exported.origin, target_head.vocab_size, target_head.hidden_size)
+    draft = Eagle3Draft(exported.config, groups, embedding.dtype).eval().requires_grad_(False)
     load_weights(draft, exported, groups.tp)
-    device = target_head.embedding.device
-    return draft.to(device), exported.d2t.to(device)
+    if EMBEDDING not in exported.weights:
+        if embedding.shape != draft.embedding.weight.shape:
+            raise UserError(
+                f"{exported.origin}: has no {EMBEDDING}, and the target's is {list(embedding.shape)}, not "
+                f"{list(draft.embedding.weight.shape)}; {REMEDY}, or export with output.export_embedding=true"
+            )
+        draft.embedding.weight.copy_(embedding)
+    return draft.to(embedding.device), exported.d2t.to(embedding.device)
 
 
 def untrained_draft(
     config: DraftConfig, target_head: TargetHead, groups: ProcessGroupCollection, *, seed: int
 ) -> Eagle3Draft:
-    """Make a draft that has learnt nothing: random weights from `seed`, and the target's embedding. Comparing with it
-    shows how much of an acceptance length was learnt. The caller's random state does not change."""
+    """Make a draft that has learnt nothing: random weights from `seed`, and the target's embedding where it has the
+    draft's width. Comparing with it shows how much of an acceptance length was learnt. The caller's random state does
+    not change."""
+    embedding = target_head.embedding
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _empty_draft(config, "draft config", False, target_head, groups).to(target_head.embedding.device)
-
-
-def _empty_draft(
-    config: DraftConfig, origin: str, has_embedding: bool, target_head: TargetHead, groups: ProcessGroupCollection
-) -> Eagle3Draft:
-    assert groups.tp.size() == 1, "speculative decoding runs in one process"
-    check_belongs(config, origin, target_head.vocab_size, target_head.hidden_size)
-    draft = Eagle3Draft(config, groups, target_head.embedding.dtype).eval().requires_grad_(False)
-    if not has_embedding:
-        if target_head.embedding.shape != draft.embedding.weight.shape:
-            raise UserError(
-                f"{origin}: has no {EMBEDDING}, and the target's is {list(target_head.embedding.shape)}, not "
-                f"{list(draft.embedding.weight.shape)}; {REMEDY}, or export with output.export_embedding=true"
-            )
-        draft.embedding.weight.copy_(target_head.embedding)
-    return draft
+        draft = Eagle3Draft(config, groups, embedding.dtype).eval().requires_grad_(False)
+    if embedding.shape == draft.embedding.weight.shape:
+        draft.embedding.weight.copy_(embedding)
+    return draft.to(embedding.device)
 
 
 def check_belongs(config: DraftConfig, origin: object, vocab_size: int, hidden_size: int) -> None:
