@@ -11,7 +11,7 @@ from eagle3.draft.config import draft_digest
 from eagle3.durable import sealed
 from eagle3.evaluation.context_results import ContextAcceptance, ContextJudgement
 from eagle3.evaluation.results import Judgement, SpeculativeResult, as_json
-from eagle3.planning.payoff import PayOff
+from eagle3.planning.payoff import Cell, PayOff
 from eagle3.training.run_folder import RunFolder
 
 STEPS, TTT_STEPS = 400, 4
@@ -190,26 +190,19 @@ SETS = [
 ]
 
 
-def pay_off() -> list[dict[str, Any]]:
+def pay_offs() -> list[PayOff]:
     """A by_context.json's, for one and two draft tokens, which gain 2 / 1.25 and 2.5 / 1.25 at first. Later the second
     gains less, and a batch of 4 loses by both."""
-    lengths = {1: 2.0, 2: 2.5}
     break_even = {(512, 1): (1.25, 1.25), (512, 4): (2.0, 2.5), (8192, 1): (1.6, 2.5), (8192, 4): (4.0, 10.0)}
     cells = [
-        {
-            "context": context,
-            "batch": batch,
-            "drafts": drafts,
-            "length": lengths[drafts],
-            "break_even": costs[drafts - 1],
-        }
-        for (context, batch), costs in break_even.items()
-        for drafts in lengths
+        Cell(*place, drafts, length, cost)
+        for place, costs in break_even.items()
+        for drafts, length, cost in zip((1, 2), (2.0, 2.5), costs, strict=True)
     ]
-    alone = [cell for cell in cells if cell["batch"] == 1]
+    alone = [cell for cell in cells if cell.batch == 1]
     return [
-        {"source": "measured here in processor seconds", "cells": alone},
-        {"source": "estimated for 2 x h100 by data sheet", "cells": cells},
+        PayOff("measured here in processor seconds", alone),
+        PayOff("estimated for 2 x h100 by data sheet", cells),
     ]
 
 
@@ -221,6 +214,4 @@ def by_context(lengths: list[float], half: float = 0.1) -> dict[str, Any]:
         )
         for context, length in zip(CONTEXTS, lengths, strict=True)
     ]
-    pay_offs = [PayOff(each["source"], each["cells"]) for each in pay_off()]
-    judgement = ContextJudgement(**CONDITIONS, new_tokens=64, contexts=contexts, left_out=[], pay_off=pay_offs)
-    return as_json(judgement)
+    return as_json(ContextJudgement(**CONDITIONS, new_tokens=64, contexts=contexts, left_out=[], pay_off=pay_offs()))
