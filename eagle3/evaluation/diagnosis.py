@@ -32,7 +32,6 @@ LEAST_GAIN = 0.05  # accepted drafts
 MOST_FAULTS, MOST_RIVALS = 4, 3
 CLEARLY_SCALED = 4.0  # a factor on the logits, or its inverse, from which on a better one is told
 SOUND, SOUND_LATER = 0.5, 0.4  # shares from which on a draft without a known fault is called sound
-Vocabulary = Callable[[int], str]  # the text of a token
 
 
 class Measured(NamedTuple):
@@ -149,7 +148,7 @@ class Diagnosis:
 def diagnose(
     reading: DraftReading,
     around: Surroundings,
-    vocabulary: Vocabulary,
+    vocabulary: Callable[[int], str],
     measure: Callable[[DraftReading], Measured],
     draft_tokens: int,
     report: Say,
@@ -248,10 +247,10 @@ def evidence_of(
     texts: Sequence[WrittenText],
     forced: Sequence[ForcedDrafts],
     exported: ExportedDraft,
-    vocabulary: Vocabulary,
+    vocabulary: Callable[[int], str],
     draft_tokens: int,
 ) -> Evidence:
-    """Group the first drafts at all places, of which there are some. vocabulary: of the target."""
+    """Group the first drafts at all places, of which there are some. vocabulary: the text of each target token"""
     accepted = torch.cat([each.accepted for each in forced])
     places = [len(each.accepted) for each in forced]
     first = accepted > 0

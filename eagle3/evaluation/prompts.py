@@ -103,9 +103,8 @@ def _in_other_form(conversation: Conversation) -> Conversation:
     """The conversation as plain text, or plain text as a conversation."""
     if conversation.messages is None:
         return Conversation(conversation.origin, ({"role": "user", "content": conversation.text},), None)
-    contents = [message.get("content") for message in _prompt_messages(conversation)]
-    text = "\n\n".join(content for content in contents if isinstance(content, str))
-    return Conversation(conversation.origin, None, text)
+    contents = (message.get("content") for message in _prompt_messages(conversation))
+    return Conversation(conversation.origin, None, "\n\n".join(text for text in contents if isinstance(text, str)))
 
 
 def _prompt(
