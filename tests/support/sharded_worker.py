@@ -18,7 +18,7 @@ from sent_bytes import SentBytes
 from sharded_cases import HEADS, MOST_PROCESSES, STEPS, Sharded, base_cases, covering_cases
 from shares import share_of
 from torch import Tensor, nn
-from training_path import batch_counts, batch_weights, load_draft, stream_batch, train_case
+from training_path import batch_weights, load_draft, stream_batch, train_case
 
 from eagle3.attention.ring import RingMode
 from eagle3.attention.schedule import schedule_prefix
@@ -104,7 +104,7 @@ def _count(sharded: Sharded, topology: Topology) -> dict[str, Any]:
     draft = load_draft(case, topology, dtype)
     objective = DraftObjective(draft, topology, sharded.ring_mode, memory)
     batch = stream_batch(case, case.documents, STEPS, dtype, topology, sharded.sharding)
-    weights = batch_weights(objective, [batch], batch_counts([batch], topology), sharded.config, topology)
+    _, weights = batch_weights(objective, [batch], sharded.config, topology)
     with SentBytes(case.config.head_dim) as counter:
         distilled = objective(batch, weights)
         counter.phase = "backward"
@@ -197,8 +197,7 @@ def run_course(course: Sharded, topology: Topology) -> dict[str, Tensor]:
         dealt = [[next(documents) for _ in stream] for stream in streams]
         mine = dealt[topology.data.rank() * accumulation :][:accumulation]
         batches = [stream_batch(case, each, TTT_STEPS, torch.float32, topology, course.sharding) for each in mine]
-        counts = batch_counts(batches, topology)
-        weights = batch_weights(engine.module, batches, counts, course.config, topology)
+        counts, weights = batch_weights(engine.module, batches, course.config, topology)
         sums = []
         for batch in batches:
             distilled = engine(batch, weights)

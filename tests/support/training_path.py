@@ -79,24 +79,16 @@ def stream_batch(
     return maker.micro_batch(stream, plan, Rows(aux[plan.rows], teacher_rows)).to(topology.device, residence)
 
 
-def batch_counts(batches: Sequence[MicroBatch], topology: Topology) -> BatchCounts:
-    """Counts over the global batch."""
-    return batch_sum([batch.counts(topology.sequence) for batch in batches], topology)
-
-
 def batch_weights(
-    objective: DraftObjective,
-    batches: Sequence[MicroBatch],
-    counts: BatchCounts,
-    config: LossConfig,
-    topology: Topology,
-) -> StepWeights:
-    if not config.needs_sums:
-        return step_weights(config, counts, None)
-    zeros = torch.zeros(len(counts.counted), dtype=torch.float64)
-    with torch.no_grad():
-        sums = [objective(batch, StepWeights(zeros, zeros)).sums for batch in batches]
-    return step_weights(config, counts, batch_sum(sums, topology))
+    objective: DraftObjective, batches: Sequence[MicroBatch], config: LossConfig, topology: Topology
+) -> tuple[BatchCounts, StepWeights]:
+    """Counts over the global batch, and the weights that follow from them."""
+    counts, sums = batch_sum([batch.counts(topology.sequence) for batch in batches], topology), None
+    if config.needs_sums:
+        zeros = torch.zeros(len(counts.counted), dtype=torch.float64)
+        with torch.no_grad():
+            sums = batch_sum([objective(batch, StepWeights(zeros, zeros)).sums for batch in batches], topology)
+    return counts, step_weights(config, counts, sums)
 
 
 def train_case(
@@ -123,8 +115,7 @@ def train_case(
         stream_batch(case, documents, steps, dtype, topology, sharding, residence, teacher_kind, by_sample)
         for documents in mine
     ]
-    counts = batch_counts(batches, topology)
-    weights = batch_weights(objective, batches, counts, config, topology)
+    counts, weights = batch_weights(objective, batches, config, topology)
     distilled = [objective(batch, weights) for batch in batches]
     for part in distilled:
         part.surrogate.backward()
