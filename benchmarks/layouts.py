@@ -16,7 +16,7 @@ from eagle3.errors import UserError
 from eagle3.jobs.gate import require_divisible
 from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import BatchCounts, LossConfig, batch_metrics, batch_sum, step_weights
-from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
+from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import Reach, SequencePlan, SequenceSharding, Stream, plan_sequence
@@ -173,7 +173,7 @@ def prepare_rows(
     own = head[:size].chunk(topology.tensor.size())[topology.tensor.rank()].to(topology.device, dtype, copy=True)
     draft_id = torch.where(torch.arange(config.vocab_size) < size, torch.arange(config.vocab_size), -1)
     rows = Rows(aux, LastHidden(last, *summarize_teacher(last, head)))
-    batch = BatchMaker(draft_id, own, dtype).micro_batch(stream, plan, rows).to(topology.device, residence)
+    batch = micro_batch(stream, plan, rows, draft_id, own, dtype).to(topology.device, residence)
     counts = batch_sum([batch.counts(topology.sequence)], topology)
     objective = DraftObjective(draft.to(topology.device), topology, layout.mode, memory)
     return Prepared(objective, batch, step_weights(LossConfig(), counts, None), counts, plan)

@@ -24,7 +24,7 @@ from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import LossConfig, step_weights
-from eagle3.objective.model import BatchMaker, DraftObjective, Kernels, MicroBatch
+from eagle3.objective.model import DraftObjective, Kernels, MicroBatch, micro_batch
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import Reach, SequencePlan, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology
@@ -133,8 +133,8 @@ def batch_of(
     count = len(plan.teacher)
     argmax = torch.randint(config.draft_vocab_size, (count,), generator=generator)
     teacher = LastHidden(frozen.last, argmax, torch.full((count,), math.log(config.vocab_size) + 0.5))
-    maker = BatchMaker(torch.arange(config.vocab_size), frozen.head, frozen.aux.dtype)
-    return maker.micro_batch(stream, plan, Rows(frozen.aux, teacher)).to(device, residence)
+    rows, draft_id = Rows(frozen.aux, teacher), torch.arange(config.vocab_size)
+    return micro_batch(stream, plan, rows, draft_id, frozen.head, frozen.aux.dtype).to(device, residence)
 
 
 def weights_of(batch: MicroBatch, loss: LossConfig = LOSS) -> StepWeights:

@@ -11,6 +11,7 @@ waits for the device.
 import json
 import tempfile
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tracing import Tracer
 
 from eagle3.console import Console
 from eagle3.errors import UserError, run_command
-from eagle3.objective.model import BatchMaker, DraftObjective
+from eagle3.objective.model import DraftObjective, micro_batch
 from eagle3.parallel.sequence import Reach, SequenceSharding
 from eagle3.parallel.topology import Topology
 from eagle3.patches import NormLimit
@@ -132,7 +133,7 @@ def trainer_of(case: Case, topology: Topology, recipe: Recipe, run: RunFolder, w
     loader = StreamLoader(
         SampleSet.pack([(ids, mask) for ids in tokens]),
         ZeroRows(),
-        BatchMaker(torch.arange(config.vocab_size), head, torch.bfloat16).micro_batch,
+        partial(micro_batch, draft_id=torch.arange(config.vocab_size), head=head, dtype=torch.bfloat16),
         reach=Reach(case.steps, case.window or None),
         rule=training.rows,
         sharding=SequenceSharding(),

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from eagle3.jobs.plan import memory_plan
 from eagle3.jobs.supply import HiddenStateSupply, hidden_state_supply
 from eagle3.kernels.choice import Choice, choose_kernels
 from eagle3.kernels.proof import KernelDemand
-from eagle3.objective.model import BatchMaker, DraftObjective
+from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
 from eagle3.parallel.sequence import SequenceSharding
 from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.parallel.topology import Topology, agreed, gathered, node_name
@@ -223,7 +224,7 @@ def _trainer(
         engine_config,
         warmup_cosine(steps, training.warmup_fraction, training.final_learning_rate_fraction),
     )
-    make = _batch_maker(job, supply, draft, topology).micro_batch
+    make = _batch_maker(job, supply, draft, topology)
     place = {
         "reach": draft.reach(training.ttt_steps),
         "sharding": SequenceSharding(sizes.ulysses, sizes.ring, sizes.layout, sizes.query_selection),
@@ -248,16 +249,17 @@ def _trainer(
     )
 
 
-def _batch_maker(job: Job, supply: HiddenStateSupply, draft: Eagle3Draft, topology: Topology) -> BatchMaker:
+def _batch_maker(job: Job, supply: HiddenStateSupply, draft: Eagle3Draft, topology: Topology) -> partial[MicroBatch]:
     own, rank, teacher_head = draft.lm_head.weight, topology.tensor.rank(), None
     if job.recipe.target.teacher == "hidden":  # otherwise the teacher provides logits
         teacher_head = shard(_drafted_rows(job, supply.head), own, topology.tensor).to(topology.device, own.dtype)
-    return BatchMaker(
-        job.vocabulary.draft_ids,
-        teacher_head,
-        own.dtype,
-        supply.head.transform,
-        slice(rank * len(own), (rank + 1) * len(own)),
+    return partial(
+        micro_batch,
+        draft_id=job.vocabulary.draft_ids,
+        head=teacher_head,
+        dtype=own.dtype,
+        transform=supply.head.transform,
+        columns=slice(rank * len(own), (rank + 1) * len(own)),
         by_sample=job.recipe.training.normalization == "samples",
     )
 

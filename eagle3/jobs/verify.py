@@ -33,7 +33,7 @@ from eagle3.kernels.choice import (
 )
 from eagle3.kernels.proof import KernelDemand, raised
 from eagle3.objective.losses import LossConfig, batch_metrics, batch_sum, step_weights
-from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
+from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import Reach, Rule, SequenceSharding, Stream, plan_sequence
 from eagle3.parallel.topology import Topology, start_distributed
@@ -180,7 +180,7 @@ def _micro_batch(
     teacher = summarize_teacher(last[plan.teacher].to(exact), head.to(exact))
     rows = Rows(aux[plan.rows], LastHidden(last[plan.teacher], *teacher))
     draft_head = shard(head[vocabulary.target_ids], lm_head, topology.tensor).to(topology.device, dtype)
-    return BatchMaker(vocabulary.draft_ids, draft_head, dtype).micro_batch(stream, plan, rows).to(topology.device)
+    return micro_batch(stream, plan, rows, vocabulary.draft_ids, draft_head, dtype).to(topology.device)
 
 
 def check_golden(cluster: Cluster, folder: Path, deepspeed_file: Path, sizes: Parallelism) -> Iterator[Finding]:

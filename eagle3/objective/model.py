@@ -64,46 +64,49 @@ class MicroBatch:
         return BatchCounts(counted.sum(1).cpu(), supervised.sum(1).cpu(), whole * self.samples, tokens)
 
 
-@dataclass(frozen=True)
-class BatchMaker:
-    """Makes micro-batches for a draft of this dtype, on the host."""
+def micro_batch(
+    stream: Stream,
+    plan: SequencePlan,
+    rows: Rows,
+    draft_id: Tensor,
+    head: Tensor | None,
+    dtype: torch.dtype,
+    transform: LogitTransform | None = None,
+    columns: slice | None = None,
+    by_sample: bool = False,
+) -> MicroBatch:
+    """Builds a micro-batch for a draft of this dtype, on the host, in pinned memory if there is a GPU.
 
-    draft_id: Tensor  # [V] int64: draft id of each target token, -1 outside the draft vocabulary
-    # [Vd/tp, Ht]: this rank's part of the target's lm_head rows of the draft vocabulary; None if the teacher is given
-    # by logits
-    head: Tensor | None
-    dtype: torch.dtype
-    transform: LogitTransform = LogitTransform()  # applied to what `head` yields
-    columns: slice | None = None  # this rank's columns of a teacher's logits; None: all
-    by_sample: bool = False  # whether the loss is a mean over samples
-
-    def micro_batch(self, stream: Stream, plan: SequencePlan, rows: Rows) -> MicroBatch:
-        """Builds a micro-batch, in pinned memory if there is a GPU. rows: aux at plan.rows, teacher at plan.teacher, on
-        the host or, as from a target that runs there, on the draft's device; logits keep the dtype that they come in.
-        """
-        values, head = rows.teacher.values, None
-        if isinstance(rows.teacher, DraftLogits):
-            values = values[:, self.columns or slice(None)].contiguous()
-        else:
-            values, head = values.to(self.dtype), self.head
-        teacher = Teacher(
+    rows: aux at plan.rows, teacher at plan.teacher, on the host or, as from a target that runs there, on the draft's
+        device; logits keep the dtype that they come in.
+    draft_id: [V] int64, draft id of each target token, -1 outside the draft vocabulary.
+    head: [Vd/tp, Ht], this rank's part of the target's lm_head rows of the draft vocabulary; None if the teacher is
+        given by logits.
+    transform: applied to what `head` yields.
+    columns: this rank's columns of a teacher's logits; None: all.
+    by_sample: whether the loss is a mean over samples.
+    """
+    values = rows.teacher.values
+    if isinstance(rows.teacher, DraftLogits):
+        values, head = values[:, columns or slice(None)].contiguous(), None
+    else:
+        values = values.to(dtype)
+    positions = stream.positions(len(plan.query_of))
+    return MicroBatch(
+        inputs=unroll_inputs(stream, plan, rows.aux.to(dtype)),
+        teacher=Teacher(
             last=values,
             head=head,
-            best=self.draft_id[rows.teacher.argmax.to(self.draft_id.device)],
+            best=draft_id[rows.teacher.argmax.to(draft_id.device)],
             logsumexp=rows.teacher.logsumexp,
-            transform=self.transform,
-            written=self.draft_id[stream.tokens_after(plan.teacher, 1).to(self.draft_id.device)],
-        )
-        positions = stream.positions(len(plan.query_of))
-        shares = 1 / positions.clamp(min=1).double()[:, stream.document[plan.teacher]] if self.by_sample else None
-        return MicroBatch(
-            inputs=unroll_inputs(stream, plan, rows.aux.to(self.dtype)),
-            teacher=teacher,
-            query_of=plan.query_of,
-            tokens=stream.tokens,
-            samples=(positions > 0).sum(1),
-            shares=shares,
-        ).map(pinned, pinned)
+            transform=transform or LogitTransform(),
+            written=draft_id[stream.tokens_after(plan.teacher, 1).to(draft_id.device)],
+        ),
+        query_of=plan.query_of,
+        tokens=stream.tokens,
+        samples=(positions > 0).sum(1),
+        shares=1 / positions.clamp(min=1).double()[:, stream.document[plan.teacher]] if by_sample else None,
+    ).map(pinned, pinned)
 
 
 @dataclass(frozen=True)

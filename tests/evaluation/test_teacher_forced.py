@@ -13,7 +13,7 @@ from eagle3.evaluation.speculative import plain_decoding
 from eagle3.evaluation.teacher_forced import WrittenText, forced_drafts, read_text
 from eagle3.objective.chains import count_chains
 from eagle3.objective.distill import StepWeights
-from eagle3.objective.model import BatchMaker, DraftObjective
+from eagle3.objective.model import DraftObjective, micro_batch
 from eagle3.parallel.sequence import Stream, plan_sequence
 from eagle3.parallel.topology import Topology
 from eagle3.states.rows import Rows
@@ -79,14 +79,14 @@ def test_a_held_out_measurement_counts_the_tokens_and_verifications_of_decoding_
     target = target_of_four_tokens()
     draft, d2t = lucky_draft(target, topology, **changes)
     vocabulary = DraftVocabulary(d2t, torch.arange(256) < 4)
-    maker = BatchMaker(vocabulary.draft_ids, target.head.head[:4], torch.float32)
     zeros, objective = torch.zeros(STEPS, dtype=torch.float64), DraftObjective(draft, topology)
     prompts = random_prompts(6)
     texts = [written_text(target, prompt, NEW_TOKENS).ids for prompt in prompts]
     answers = [torch.arange(len(ids)) >= len(prompt) for ids, prompt in zip(texts, prompts, strict=True)]
     stream = Stream.pack(texts, answers, "served")
     plan, states = plan_sequence(stream, draft.reach(STEPS)), Rows.cat(target.prefill(texts))
-    batch = maker.micro_batch(stream, plan, Rows(states.aux[plan.rows], states.teacher[plan.teacher]))
+    rows = Rows(states.aux[plan.rows], states.teacher[plan.teacher])
+    batch = micro_batch(stream, plan, rows, vocabulary.draft_ids, target.head.head[:4], torch.float32)
     with torch.no_grad():
         distilled = objective(batch, StepWeights(zeros, zeros))
     # Where target and draft are sure, sampling accepts what greedy decoding does.

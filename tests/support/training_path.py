@@ -13,7 +13,7 @@ from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weigh
 from eagle3.draft.model import Eagle3Draft
 from eagle3.objective.distill import StepWeights
 from eagle3.objective.losses import BatchCounts, LossConfig, Metrics, batch_metrics, batch_sum, step_weights
-from eagle3.objective.model import BatchMaker, DraftObjective, MicroBatch
+from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.objective.streaming import Residence
 from eagle3.parallel.sequence import Reach, SequenceSharding, Stream, plan_sequence
@@ -63,20 +63,22 @@ def stream_batch(
     teacher = summarize_teacher(taught.to(exact), case.target_head.to(exact), transform=transform)
     ranks, rank = topology.tensor.size(), topology.tensor.rank()
     logits, width = teacher_kind == "logits", case.config.draft_vocab_size // ranks
-    maker = BatchMaker(
+    teacher_rows = (
+        DraftLogits(case.teacher_logits(taught.to(exact))[:, case.t2d], *teacher)
+        if logits
+        else LastHidden(taught, *teacher)
+    )
+    return micro_batch(
+        stream,
+        plan,
+        Rows(aux[plan.rows], teacher_rows),
         DraftVocabulary(case.d2t, case.t2d).draft_ids,
         None if logits else case.target_head[case.t2d].chunk(ranks)[rank].to(dtype),
         dtype,
         transform,
         slice(rank * width, (rank + 1) * width),
         by_sample,
-    )
-    teacher_rows = (
-        DraftLogits(case.teacher_logits(taught.to(exact))[:, case.t2d], *teacher)
-        if logits
-        else LastHidden(taught, *teacher)
-    )
-    return maker.micro_batch(stream, plan, Rows(aux[plan.rows], teacher_rows)).to(topology.device, residence)
+    ).to(topology.device, residence)
 
 
 def batch_weights(
