@@ -139,8 +139,7 @@ def job_store(timeout: datetime.timedelta) -> dist.Store:
     process gets a store of its own."""
     if dist.get_world_size() == 1:
         return dist.HashStore()
-    port = launched("MASTER_PORT", 0)
-    return dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timeout)
+    return dist.TCPStore(os.environ["MASTER_ADDR"], launched("MASTER_PORT", 0), is_master=False, timeout=timeout)
 
 
 def _require_launch() -> None:

@@ -67,8 +67,7 @@ def test_a_job_whose_processes_are_no_multiple_of_the_sizes_is_refused(monkeypat
 def test_verify_refuses_a_degree_that_the_cases_heads_cannot_have(topology):
     """It refuses before it builds anything, so that no rank is left waiting."""
     with pytest.raises(UserError, match=r"parallelism\.ulysses: 3 does not divide the 4 attention heads"):
-        sharding = SequenceSharding(ulysses=3)
-        run_case(read_case(GOLDEN / "dense"), topology, 7, torch.float64, TESTS, sharding)
+        run_case(read_case(GOLDEN / "dense"), topology, 7, torch.float64, TESTS, SequenceSharding(ulysses=3))
 
 
 def test_an_embedding_that_does_not_divide_is_padded_not_refused(topology):

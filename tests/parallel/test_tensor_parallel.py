@@ -85,8 +85,7 @@ def test_the_cases_hold_what_they_are_named_for():
         if name == "several blocks":
             assert blocks_of_several(1) > blocks_of_several(2) > 1
         if name == "logits that overflow exp":
-            logits = rows.outputs @ rows.head.T
-            assert logits.max().exp().isinf()
+            assert (rows.outputs @ rows.head.T).max().exp().isinf()
     nonzero = {name: tuple(bool(weight.any()) for weight in make_case(name, torch.float64).weights) for name in WEIGHTS}
     assert nonzero == {"cross-entropy": (True, False), "overlap": (False, True), "both": (True, True)}
 

@@ -257,9 +257,8 @@ def test_a_rank_reads_the_chunks_of_its_plan_and_so_one_share_of_the_bytes(tmp_p
 def test_reading_from_a_folder_maps_it_and_touches_little_of_it(tmp_path, monkeypatch):
     """What was mapped is kept here, so that it can be measured."""
     tokens, hidden = 4096, 4096
-    last, argmax = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(tokens, dtype=torch.int64)
-    aux = torch.zeros(tokens, 3 * hidden, dtype=torch.bfloat16)
-    states = Rows(aux, LastHidden(last, argmax, torch.zeros(tokens)))
+    aux, last = (torch.zeros(tokens, width, dtype=torch.bfloat16) for width in (3 * hidden, hidden))
+    states = Rows(aux, LastHidden(last, torch.zeros(tokens, dtype=torch.int64), torch.zeros(tokens)))
     encoding = Encoding("none", "bfloat16", hidden)
     write_one(tmp_path, encoding, sample_id(1), torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens), states)
     store, rows, kept = open_store(tmp_path, encoding), torch.arange(1000, 1010), []

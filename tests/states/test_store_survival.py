@@ -142,8 +142,7 @@ def test_a_flipped_byte_anywhere_is_found_by_whoever_reads_it_and_by_the_check(t
                 refused += "run capture.py --repair" in str(error)
             else:
                 assert same_rows(stored, expected[number])
-        problems = check(tmp_path, range(5), encoding).problems
-        assert bool(refused) == bool(problems)
+        assert bool(refused) == bool(check(tmp_path, range(5), encoding).problems)
         assert refused or place < 4096
         shard.write_bytes(original)
 
@@ -190,8 +189,7 @@ def test_samples_of_a_shard_that_is_gone_or_replaced_by_a_copy_of_another_are_ca
     shard.unlink()
     if replaced:
         shutil.copyfile(other, shard)
-    findings = check(tmp_path, range(20))
-    found = {(problem.kind, problem.sample_id) for problem in findings.problems}
+    found = {(problem.kind, problem.sample_id) for problem in check(tmp_path, range(20)).problems}
     assert found == {("missing", one) for one in lost} | {("duplicate", one) for one in copied if replaced}
     write(tmp_path, range(20))
     remove_flawed(tmp_path, check(tmp_path, range(20)).problems)

@@ -52,12 +52,13 @@ MASKS = {
 @pytest.mark.parametrize(("window", "steps"), [(1, 1), (4, 3), (7, 7), (16, 2), (500, 7)])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_seen_rows_are_those_that_some_rank_of_some_layout_reads(mask, window, steps):
-    seen = set(Reach(steps, window).rows(mask).nonzero().flatten().tolist())
+    reach = Reach(steps, window)
+    seen = set(reach.rows(mask).nonzero().flatten().tolist())
     for ulysses, ring in ((1, 1), (1, 2), (2, 1), (2, 3)):
         sharding, read = SequenceSharding(ulysses, ring), {0}
         for rule, rank in itertools.product(RULES, range(ulysses * ring)):
             stream = Stream.pack([torch.arange(len(mask))], [mask], rule)
-            read.update(plan_sequence(stream, Reach(steps, window), sharding, rank).rows.tolist())
+            read.update(plan_sequence(stream, reach, sharding, rank).rows.tolist())
         assert read == seen
 
 
@@ -134,5 +135,4 @@ def test_whoever_adds_to_a_store_writes_the_rows_that_it_has_of_others(tmp_path)
     write(tmp_path, range(3))
     write(tmp_path, range(3, 6), WINDOWED)
     assert check(tmp_path, range(6)).problems == []
-    store = open_store(tmp_path)
-    assert all(entry.seen == entry.tokens for _, entry in store.locations.values())
+    assert all(entry.seen == entry.tokens for _, entry in open_store(tmp_path).locations.values())
