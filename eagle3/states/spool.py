@@ -37,7 +37,7 @@ from eagle3.states.capture import token_bytes
 from eagle3.states.rows import Rows
 from eagle3.states.store.files import DamagedStore, LocalFiles
 from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location
-from eagle3.states.store.shard import DATA_START, Encoding, kept_rows, read_index, taught_rows
+from eagle3.states.store.shard import DATA_START, Encoding, read_index, taught_rows
 
 LOCK = "owner.lock"
 HELD = b"held\n"
@@ -304,8 +304,7 @@ class SpoolReader:
 
     def kept(self, location: Location) -> tuple[Tensor, Tensor]:
         """Masks [T] of a sample's rows whose auxiliary states, and whose predictions, are there."""
-        loss_mask = self.store.tokens_at([location])[0].loss_mask
-        return location.index.encoding.reach.rows(loss_mask), kept_rows(location.entry, loss_mask)
+        return location.kept(self.store.tokens_at([location])[0].loss_mask)
 
     def done(self, ticket: Ticket) -> None:
         """Mark the sample as read by this reader. It is deleted once all readers have marked it."""

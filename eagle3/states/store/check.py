@@ -13,7 +13,7 @@ from eagle3.console import Progress
 from eagle3.states.store.files import DamagedStore, Flaw, LocalFiles, open_files
 from eagle3.states.store.folder import Provenance, find_indexes, read_own_manifest
 from eagle3.states.store.reader import ANY_TOKEN, HiddenStateStore, Location
-from eagle3.states.store.shard import read_index, replace_index, taught_rows
+from eagle3.states.store.shard import read_index, replace_index
 from eagle3.text.samples import sample_digest
 
 # Threads that read samples, because a remote file system answers several requests in the time of one.
@@ -90,7 +90,7 @@ def _problem(reader: HiddenStateStore, location: Location) -> StoreProblem | Non
     index, entry = location
     try:
         (tokens,) = reader.tokens_at([location])
-        masks = index.encoding.reach.rows(tokens.loss_mask), taught_rows(tokens.loss_mask)
+        masks = location.kept(tokens.loss_mask)
         for some in torch.arange(entry.tokens).split(ROWS_AT_ONCE):
             (rows,) = reader.read_at([location], [tuple(some[mask[some]] for mask in masks)])
             if not (rows.aux.isfinite().all() and rows.teacher.values.isfinite().all()):

@@ -15,7 +15,7 @@ from eagle3.states.rows import Rows
 from eagle3.states.store.codecs import Codec
 from eagle3.states.store.files import ByteRange, DamagedStore, StoreFiles, open_files
 from eagle3.states.store.folder import Provenance, read_indexes, read_own_manifest
-from eagle3.states.store.shard import HIDDEN, NUMPY_TYPES, SampleEntry, ShardIndex, kept_rows, sample_digest
+from eagle3.states.store.shard import HIDDEN, NUMPY_TYPES, SampleEntry, ShardIndex, sample_digest, taught_rows
 from eagle3.text.samples import Sample
 
 # Threads that check and decode chunks in parallel.
@@ -24,13 +24,19 @@ THREADS = 4
 RUN_BYTES = 1 << 20
 ANY_TOKEN = 1 << 31  # the vocabulary's size where it is not known
 # Which rows of a sample to read: those of `aux`, then those of `last`, argmax and logsumexp. Each is int64, from 0 to
-# T-1, in any order; there may be none. Only rows that the store has (`Reach.rows`, `kept_rows`).
+# T-1, in any order; there may be none. Only rows that the store has (`Location.kept`).
 RowNumbers = tuple[Tensor, Tensor]
 
 
 class Location(NamedTuple):
     index: ShardIndex
     entry: SampleEntry
+
+    def kept(self, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Masks [T] of the sample's rows in `aux` and in `last`. The first row never teaches, so T taught rows mean
+        that every row is in `last`."""
+        every = self.entry.taught == self.entry.tokens
+        return self.index.encoding.reach.rows(loss_mask), taught_rows(loss_mask) | every
 
 
 class Run(NamedTuple):
@@ -156,8 +162,7 @@ class HiddenStateStore:
             tokens = _tokens(location, facts)
             if sample is not None:
                 self._require_tokens(location, tokens, sample)
-            masks = location.index.encoding.reach.rows(tokens.loss_mask), kept_rows(location.entry, tokens.loss_mask)
-            for name, mask, indices in zip(HIDDEN, masks, wanted, strict=True):
+            for name, mask, indices in zip(HIDDEN, location.kept(tokens.loss_mask), wanted, strict=True):
                 assert bool((indices >= 0).all() and mask[indices].all()), f"rows of {name} that are not stored"
                 plans.append(plan_rows(location, name, facts, (mask.cumsum(0) - 1)[indices]))
         runs = [run for plan in plans for run in plan.runs]

@@ -220,12 +220,6 @@ def taught_rows(loss_mask: Tensor) -> Tensor:
     return mask
 
 
-def kept_rows(entry: SampleEntry, loss_mask: Tensor) -> Tensor:
-    """Mask of the rows whose last hidden state is stored: bool [T]. The first row never teaches, so T taught rows
-    mean that every row is stored."""
-    return torch.ones(entry.tokens, dtype=torch.bool) if entry.taught == entry.tokens else taught_rows(loss_mask)
-
-
 def sample_digest(parts: Iterable[np.ndarray]) -> str:
     """xxh3_128 over ids, argmax, logsumexp, loss mask, and the edges and checksums of the chunks of aux and of last."""
     digest = xxhash.xxh3_128()
