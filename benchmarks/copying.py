@@ -153,9 +153,9 @@ def make(folder: Path) -> dict[str, Any]:
         return json.loads(record.read_text())
     began = time.process_time()
     folder.mkdir(parents=True, exist_ok=True)
-    library = standard_library_text("files")
-    tokenizer = byte_level_tokenizer(library.train, SHAPE["vocab_size"], SHAPE["max_position_embeddings"])
-    writer = Writer(library.train, tokenizer, seed=0)
+    train, held_out = standard_library_text("files")
+    tokenizer = byte_level_tokenizer(train, SHAPE["vocab_size"], SHAPE["max_position_embeddings"])
+    writer = Writer(train, tokenizer, seed=0)
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SHAPE, eos_token_id=tokenizer.eos_token_id, bos_token_id=None))
     # The lengths grow in stages. From one stage to the next, the model still finds what it has learnt to look for; with
@@ -169,11 +169,11 @@ def make(folder: Path) -> dict[str, Any]:
     model.save_pretrained(folder / "target")
     tokenizer.save_pretrained(folder / "target")
 
-    texts = Writer(library.train, tokenizer, seed=1)
+    texts = Writer(train, tokenizer, seed=1)
     lengths = [1024 * 2**power for power in range(1, 5) for _ in range(16)]
     write_rows(folder / "whole.jsonl", [texts.turns(length) for length in lengths])
     write_rows(folder / "pieces.jsonl", [texts.turns(PIECE) for _ in range(1500)])
-    judged = Writer(library.held_out, tokenizer, seed=2)
+    judged = Writer(held_out, tokenizer, seed=2)
     prompts = [
         (context, kind, *judged.prompt(context, kind))
         for context in CONTEXTS

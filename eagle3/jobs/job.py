@@ -216,11 +216,11 @@ def choices_of(recipe: Recipe) -> Choices:
 def _demo(recipe: Recipe, device: torch.device, say: Say, make: bool) -> Path:
     demo = recipe.model.demo
     with waiting(say, "reading the standard library"):
-        text = standard_library_text(demo.text)
+        train, held_out = standard_library_text(demo.text)
     with every_core():
         return demo_target(
-            text.train,
-            text.held_out,
+            train,
+            held_out,
             demo,
             cache_dir=recipe.data.cache_dir,
             device=device,

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 # Tests, vendored packages and generated tables: not written for people to read.
 SKIPPED_FOLDERS = {
@@ -32,36 +32,23 @@ THEN_SHOW = ("Show me the code.", "How is it written?")
 THEN_EXPLAIN = ("What does it do?", "Explain it.")
 
 
-class Definition(NamedTuple):
-    """A function, a method, a class, or (without code) a module."""
-
-    name: str
-    code: str
-    docstring: str
+# A function, a method, a class, or (without code) a module: name, code and docstring.
+Definition = tuple[str, str, str]
 
 
-class LibraryText(NamedTuple):
-    """Rows for training, and rows about held-out modules.
-
-    Rows are conversations `{"messages": [{"role", "content"}, ...]}` or files `{"text"}`.
-    """
-
-    train: list[dict]
-    held_out: list[dict]
-
-
-def standard_library_text(kind: Literal["conversations", "files"]) -> LibraryText:
-    """Conversations about the standard library, or its source files of at least SHORTEST_FILE characters, by name.
+def standard_library_text(kind: Literal["conversations", "files"]) -> tuple[list[dict], list[dict]]:
+    """Conversations about the standard library, `{"messages": [{"role", "content"}, ...]}`, or its source files of at
+    least SHORTEST_FILE characters, `{"text"}`, by name: rows for training, and rows about held-out modules.
 
     About one top-level module in HELD_OUT_ONE_IN is held out as a whole, so that no method of a held-out class is in
     the training text. The result depends only on the Python version.
     """
     files = ((module, {"text": source}) for module, source in _modules() if len(source) >= SHORTEST_FILE)
-    text = LibraryText([], [])
+    train, held_out = [], []
     for module, row in files if kind == "files" else _conversations():
         is_held_out = zlib.crc32(module.split(".")[0].encode()) % HELD_OUT_ONE_IN[kind] == 0
-        (text.held_out if is_held_out else text.train).append(row)
-    return text
+        (held_out if is_held_out else train).append(row)
+    return train, held_out
 
 
 def _conversations() -> Iterator[tuple[str, dict]]:
@@ -72,11 +59,11 @@ def _conversations() -> Iterator[tuple[str, dict]]:
     """
     names, codes = set(), set()
     for module, source in _modules():
-        for definition in _definitions(module, source):
-            turns, known = _turns(definition), definition.name in names or definition.code in codes
+        for name, code, docstring in _definitions(module, source):
+            turns, known = _turns(name, code, docstring), name in names or code in codes
             if turns and not known and sum(map(len, turns)) <= MOST_CHARACTERS:
-                names.add(definition.name)
-                codes.add(definition.code or definition.docstring)
+                names.add(name)
+                codes.add(code or docstring)
                 roles = ("user", "assistant") * (len(turns) // 2)
                 messages = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
                 yield module, {"messages": messages}
@@ -98,7 +85,7 @@ def _definitions(module: str, source: str) -> Iterator[Definition]:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):  # templates and deliberately broken files; ValueError: a null byte
         return
-    yield Definition(module, "", ast.get_docstring(tree) or "")
+    yield module, "", ast.get_docstring(tree) or ""
     # Lines as the parser counts them; str.splitlines would also split at form feeds.
     yield from _inside(tree, module, io.StringIO(source).readlines())
 
@@ -114,14 +101,13 @@ def _inside(node: ast.AST, prefix: str, lines: list[str]) -> Iterator[Definition
         code = textwrap.dedent("".join(lines[first_line - 1 : child.end_lineno])).rstrip()
         # Text at column 0 inside a string prevents dedenting, as does a definition after a semicolon.
         if child.end_lineno - first_line + 1 in LINES and not code[0].isspace() and "```" not in code:
-            yield Definition(name, code, ast.get_docstring(child) or "")
+            yield name, code, ast.get_docstring(child) or ""
         if isinstance(child, ast.ClassDef):
             yield from _inside(child, name, lines)
 
 
-def _turns(definition: Definition) -> list[str]:
+def _turns(name: str, code: str, docstring: str) -> list[str]:
     """Alternating user and assistant turns; [] if there is nothing to say. The name alone decides the form."""
-    name, code, docstring = definition
     choice = zlib.crc32(name.encode())
     show, explain, then_show, then_explain = (
         phrases[choice % len(phrases)].format(name=name) for phrases in (SHOW, EXPLAIN, THEN_SHOW, THEN_EXPLAIN)
@@ -138,6 +124,6 @@ def _turns(definition: Definition) -> list[str]:
 # The sources that a recipe's data may name.
 SOURCES: dict[str, Callable[[], list[dict]]] = {
     "standard_library": lambda: [conversation for _, conversation in _conversations()],
-    "standard_library:files": lambda: standard_library_text("files").train,
-    "standard_library:held_out_files": lambda: standard_library_text("files").held_out,
+    "standard_library:files": lambda: standard_library_text("files")[0],
+    "standard_library:held_out_files": lambda: standard_library_text("files")[1],
 }

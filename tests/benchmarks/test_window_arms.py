@@ -13,7 +13,7 @@ from eagle3.text.standard_library import standard_library_text
 
 @pytest.fixture(scope="module")
 def writer():
-    files = standard_library_text("files").held_out[:12]
+    files = standard_library_text("files")[1][:12]
     return copying.Writer(files, byte_level_tokenizer(files, 1024, 4096), seed=0)
 
 

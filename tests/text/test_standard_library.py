@@ -63,11 +63,11 @@ def test_definitions_are_found_under_conditions_and_in_classes_but_not_in_functi
         "class Mill:\n    @property\n    @staticmethod\n    def sails():\n        'How many.'\n        return 4\n"
         "def short(): return 1\n"
     )
-    definitions = {definition.name: definition for definition in _definitions("mill", path.read_text())}
+    definitions = {name: texts for name, *texts in _definitions("mill", path.read_text())}
     assert list(definitions) == ["mill", "mill.grind", "mill.Mill", "mill.Mill.sails"]
-    assert definitions["mill"].docstring == "Grinds."
-    assert definitions["mill.Mill.sails"].code.startswith("@property\n@staticmethod\ndef sails():\n    'How")
-    assert definitions["mill.Mill.sails"].docstring == "How many."
+    assert definitions["mill"] == ["", "Grinds."]
+    code, docstring = definitions["mill.Mill.sails"]
+    assert code.startswith("@property\n@staticmethod\ndef sails():\n    'How") and docstring == "How many."
 
 
 @pytest.mark.parametrize("content", [b"def broken(:\n", b"name = '\xff'\n", b"x = 1\0\n"])
