@@ -17,7 +17,7 @@ from eagle3.objective.chains import SHORTEST, contexts_up_to
 from eagle3.text.chat import tokenized
 from eagle3.text.conversations import Conversation, read_conversations
 from eagle3.text.samples import SampleSet
-from eagle3.text.template import Choices, Unusable, as_template_reads, choose_template, renderer
+from eagle3.text.template import Choices, Unusable, as_template_reads, renderer
 
 SHORT = (16, 32, 64, 128, 256)  # contexts of texts that are all shorter than the first of the usual list
 
@@ -114,8 +114,7 @@ def _prompt(
         if conversation.messages is None:
             text, plain = conversation.text, choices.text == "plain"  # rendered text has its own special tokens
         else:
-            template = choose_template(tokenizer, chat_template, conversation.tools, conversation.origin)
-            render = renderer(tokenizer, template, conversation, choices)
+            template, render = renderer(tokenizer, chat_template, conversation, choices)
             messages = as_template_reads(_prompt_messages(conversation), template, choices.reasoning, render)
             text, plain = render(messages, generation_prompt=True), False
         ids = tokenized(tokenizer, text, add_special_tokens=plain)["input_ids"]

@@ -24,7 +24,6 @@ from eagle3.text.template import (
     Render,
     Unusable,
     as_template_reads,
-    choose_template,
     renderer,
     require_calls,
     with_marks,
@@ -80,8 +79,7 @@ def encode_conversation(
     if conversation.messages is None and choices.text == "plain":
         ids = tokenized(tokenizer, conversation.text, add_special_tokens=True)["input_ids"]
         return Encoded(np.asarray(ids, np.int32), np.ones(len(ids), bool), conversation.text)
-    template = choose_template(tokenizer, chat_template, conversation.tools, conversation.origin)
-    render = renderer(tokenizer, template, conversation, choices)
+    template, render = renderer(tokenizer, chat_template, conversation, choices)
     contents = {token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()}
     added_tokens = sorted(filter(None, contents.values()), key=len, reverse=True)
     if conversation.messages is None:

@@ -26,7 +26,7 @@ from eagle3.text.conversations import Conversation, iterate_conversations
 from eagle3.text.encode import Outcome, SampleEncoder, encode_all, tokenizer_identity, useful_processes
 from eagle3.text.rows import LISTED, MalformedRows
 from eagle3.text.samples import Sample, SampleSet, SampleWriter
-from eagle3.text.template import Unusable, choose_template, reasoning_key, renderer
+from eagle3.text.template import Unusable, reasoning_key, renderer
 
 SUMMARY = "summary.json"
 PROGRESS = "progress.json"  # the summary so far, beside a folder that is not finished
@@ -55,6 +55,7 @@ class Summary:
 
     @classmethod
     def of(cls, rows: Sequence[Conversation], outcomes: Sequence[Outcome]) -> "Summary":
+        """The summary of some rows and what came of each."""
         samples = [sample for outcome in outcomes for sample in outcome.samples]
         problems = [(row.origin, each) for row, each in zip(rows, outcomes, strict=True) if each.problem]
         return cls(
@@ -288,8 +289,7 @@ def _tell_unshown(contents: Contents, encoder: SampleEncoder, report: Say) -> No
         return
     question, answer = {"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}
     probe = Conversation(example.origin, (question, answer), None)
-    template = choose_template(encoder.tokenizer, encoder.chat_template, None, example.origin)
-    render = renderer(encoder.tokenizer, template, probe, encoder.choices)
+    template, render = renderer(encoder.tokenizer, encoder.chat_template, probe, encoder.choices)
     with suppress(Unusable):  # a template that refuses the swapped roles tells them apart
         if render(probe.messages) == render([{**question, "role": "assistant"}, {**answer, "role": "user"}]):
             label = "data.chat_template" if encoder.chat_template else "the tokenizer's chat template"

@@ -8,7 +8,6 @@ import json
 import re
 import resource
 import signal
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,14 +102,23 @@ def check_variables(template: str, variables: Mapping[str, Any]) -> None:
 
 
 def renderer(
-    tokenizer: "PreTrainedTokenizerBase", template: str, conversation: Conversation, choices: Choices
-) -> Render:
-    """Make a function that renders messages with this template (Jinja source) and the conversation's tools, within
-    limits (`_limited`).
+    tokenizer: "PreTrainedTokenizerBase", chat_template: str | None, conversation: Conversation, choices: Choices
+) -> tuple[str, Render]:
+    """A template (Jinja source), which is `chat_template` or the tokenizer's own for the conversation's tools, and a
+    function that renders messages with it and these tools, within limits (`_limited`).
 
-    Raises UserError for a variable in `choices` that the template does not mention. Rendering raises UserError if the
-    template is invalid or exceeds the limits, and Unusable if the template refuses the messages.
+    Raises UserError if there is no template, and for a variable in `choices` that it does not mention. Rendering raises
+    UserError if the template is invalid or exceeds the limits, and Unusable if the template refuses the messages.
     """
+    try:
+        template = tokenizer.get_chat_template(chat_template, conversation.tools)
+    except ValueError as error:  # the tokenizer has none, or several of which none is the default
+        first = str(error).partition("!")[0]  # the rest is advice to programmers
+        raise UserError(f"{conversation.origin}: {first:.200}; name a template with data.chat_template") from error
+    if not template or not isinstance(template, str):
+        raise UserError(
+            f"{conversation.origin}: the tokenizer's chat template is no text; name a template with data.chat_template"
+        )
     check_variables(template, choices.template_variables)
     # Templates ask for the date with strftime_now (gpt-oss, Llama, Mistral). transformers would give the machine's
     # date, and tomorrow's samples would differ from today's.
@@ -135,22 +143,7 @@ def renderer(
         except Exception as error:  # a template is third-party code, which may raise anything
             raise Unusable(f"the chat template refuses it ({type(error).__name__}: {error!s:.200})") from error
 
-    return _limited(render, conversation)
-
-
-def choose_template(
-    tokenizer: "PreTrainedTokenizerBase", chat_template: str | None, tools: list | None, origin: str
-) -> str:
-    """The Jinja source to use: `chat_template`, or the tokenizer's own for conversations with these tools. Raises
-    UserError if there is none."""
-    try:
-        template = tokenizer.get_chat_template(chat_template, tools)
-    except ValueError as error:  # the tokenizer has none, or several of which none is the default
-        first = str(error).partition("!")[0]  # the rest is advice to programmers
-        raise UserError(f"{origin}: {first:.200}; name a template with data.chat_template") from error
-    if not template or not isinstance(template, str):
-        raise UserError(f"{origin}: the tokenizer's chat template is no text; name another with data.chat_template")
-    return template
+    return template, _limited(render, conversation)
 
 
 def reasoning_key(template: str) -> str | None:
@@ -257,20 +250,18 @@ def _limited(render: Render, row: Conversation) -> Render:
     such rows were dropped, the samples would depend on the machine's speed. Limits work only in the process's main
     thread.
     """
-    assert threading.current_thread() is threading.main_thread(), "signals interrupt the main thread alone"
     seconds = left = SECONDS + SECONDS_A_MESSAGE * len(row.messages or ())
     memory = MEMORY + MEMORY_A_CHARACTER * row.characters
     longest = CHARACTERS + CHARACTERS_A_CHARACTER * row.characters
 
     def limited(*arguments: Any, **keywords: Any) -> str:
         nonlocal left
-        start, problem = time.process_time(), ""
+        start = time.process_time()
         try:
             if left <= 0:
                 raise _TimeUp
             text = _bounded(partial(render, *arguments, **keywords), left, memory)
-            if len(text) > longest:
-                problem = f"prints {len(text):,} characters, more than {longest:,}"
+            problem = len(text) > longest and f"prints {len(text):,} characters, more than {longest:,}"
         except _TimeUp:
             problem = f"runs for more than {seconds:,.1f} s of processor time"
         except MemoryError:
