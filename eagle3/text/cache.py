@@ -75,7 +75,6 @@ def replacing_folder(folder: Path, resumable: bool = False) -> Iterator[Path]:
         _remove_leftovers(folder.parent)
         temporary, owner = _claimed(folder)
         with owner:
-            kept = False
             try:
                 replacement = temporary / "new"
                 replacement.mkdir(exist_ok=True)
@@ -84,11 +83,10 @@ def replacing_folder(folder: Path, resumable: bool = False) -> Iterator[Path]:
                 (replacement / RECORD).write_text(json.dumps(sealed({"files": digests}, folder.name)))
                 _put(replacement, folder)
             except BaseException as error:
-                kept = resumable and not isinstance(error, (OSError, Unresumable))
-                raise
-            finally:
-                if not kept:
+                if not resumable or isinstance(error, (OSError, Unresumable)):
                     _remove(temporary)
+                raise
+            _remove(temporary)
 
 
 def _claimed(folder: Path) -> tuple[Path, BinaryIO]:

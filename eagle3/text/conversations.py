@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eagle3.console import Progress, Say
-from eagle3.errors import UserError, shown
+from eagle3.errors import UserError, refuse, shown
 from eagle3.parsing import parse_json
 from eagle3.text.datasets import Dataset, dataset_named, downloaded_rows
 from eagle3.text.rows import (
@@ -116,12 +116,12 @@ def iterate_conversations(
                 count += 1
                 progress.advance()
         flaws = malformed.counts - old_flaws
-        if count == start and not flaws:
-            raise UserError(f"{source}: holds no rows; give data with at least one conversation")
-        if count == start and malformed.drop:
-            raise UserError(
-                f"{source}: no row can be read ({by_reason(flaws)}); convert it to a form of docs/data.md, or give "
-                "other data"
+        if count == start:
+            remedy = "convert it to a form of docs/data.md, or give other data"
+            refuse(
+                source,
+                (not flaws, "holds no rows; give data with at least one conversation"),
+                (malformed.drop, f"no row can be read ({by_reason(flaws)}); {remedy}"),
             )
         progress.end()
     if malformed.refused:

@@ -95,18 +95,17 @@ class SampleEncoder:
         return Outcome(samples, truncated=too_long and not splits, empty_answers=empty_answers)
 
 
-# Some conversations, one after another, and the outcome of each.
-EncodedChunk = tuple[list[Conversation], list[Outcome]]
-
-
 def useful_processes(rows: int, characters: int, workers: int | None) -> int:
     """The number of processes for so much text. If there is little, this process encodes it, because starting others
     would take longer. workers: most processes; None: one per core."""
     return min(-(-rows // CHUNK), 1 + characters // CHARACTERS_WORTH_A_PROCESS, workers or cpu_count())
 
 
-def encode_all(encoder: SampleEncoder, conversations: Iterator[Conversation], processes: int) -> Iterator[EncodedChunk]:
-    """Yield all conversations in order, with their outcomes. Reads only a few chunks ahead of what it yields."""
+def encode_all(
+    encoder: SampleEncoder, conversations: Iterator[Conversation], processes: int
+) -> Iterator[tuple[list[Conversation], list[Outcome]]]:
+    """Yield all conversations in order, some at a time, with the outcome of each. Reads only a few chunks ahead of what
+    it yields."""
     chunks = _chunks(conversations)
     if processes == 1:
         for chunk in chunks:

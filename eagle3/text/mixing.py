@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from eagle3.console import counted
-from eagle3.errors import UserError
+from eagle3.errors import refuse
 from eagle3.text.samples import SampleSet
 
 MOST_TIMES = 1000  # most repetitions of a sample in an epoch
@@ -49,16 +49,23 @@ def mixture(samples: SampleSet, parts: Sequence[MixedPart], seed: int) -> tuple[
     for (source, _, weight, taken), (low, high) in zip(parts, pairwise(bounds), strict=True):
         places = np.flatnonzero((samples.indices >= low) & (samples.indices < high))
         number = round(weight * len(places)) if taken is None else taken
-        if number > MOST_TIMES * len(places):
-            raise UserError(
-                f"data.train: {number:,} samples of {source} are more than {MOST_TIMES:,} times its "
-                f"{counted(len(places), 'sample')} to train on; lower samples, or leave this source out"
-            )
-        if not number:
-            raise UserError(
-                f"data.train: {source} has {counted(len(places), 'sample')} to train on, of which a weight of "
-                f"{weight:g} leaves none; raise it, or leave this source out"
-            )
+        available = counted(len(places), "sample")
+        refuse(
+            "data.train",
+            (
+                not len(places),
+                f"all samples of {source} are held out; name other data in data.held_out, or leave this source out",
+            ),
+            (
+                number > MOST_TIMES * len(places),
+                f"{number:,} samples of {source} are more than {MOST_TIMES:,} times its {available}; lower samples",
+            ),
+            (
+                not number,
+                f"{source} has {available} to train on, of which a weight of {weight:g} leaves none; raise it, "
+                "or leave this source out",
+            ),
+        )
         times, extra = divmod(number, len(places))
         counts = np.full(len(places), times)
         counts[np.argsort(draws[places], kind="stable")[:extra]] += 1

@@ -125,9 +125,7 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _line_rows(path: Path, lines: BinaryIO) -> Iterator[tuple[str, Any]]:
-    number = 0
-    while line := lines.readline(MOST_BYTES):
-        number += 1
+    for number, line in enumerate(iter(lambda: lines.readline(MOST_BYTES), b""), 1):
         if len(line) == MOST_BYTES and not line.endswith(b"\n"):
             while (rest := lines.readline(MOST_BYTES)) and not rest.endswith(b"\n"):
                 pass
