@@ -6,7 +6,6 @@ messages and tools of one row, and either `supervised`, the text of each run of 
 `same_as: <recipe>`.
 """
 
-import json
 import re
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import yaml
 from places import FAMILIES
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from prepare_cases import byte_tokenizer, jsonl
 from transformers import PreTrainedTokenizerFast
 
 from eagle3.text.chat import Unusable, encode_conversation
@@ -31,19 +30,13 @@ CASES = [
 def family_tokenizer(masks: dict) -> PreTrainedTokenizerFast:
     """A tokenizer with the family's special tokens and one token for every other byte, so that each character of the
     mask is compared."""
-    bytes_ = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(bytes_)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(masks["special_tokens"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=masks["bos_token"], eos_token=masks["eos_token"])
+    return byte_tokenizer(masks["special_tokens"], eos_token=masks["eos_token"], bos_token=masks["bos_token"])
 
 
 def as_read_from_a_file(case: dict, folder: Path) -> Conversation:
     """The case's conversation, read like a row of training data."""
     row = {"messages": case["messages"], "tools": case.get("tools")}
-    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    return read_conversations([str(folder / "rows.jsonl")])[0]
+    return read_conversations([jsonl(folder / "rows.jsonl", row)])[0]
 
 
 @pytest.mark.parametrize(("recipe", "case"), CASES)

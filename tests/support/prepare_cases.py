@@ -1,6 +1,7 @@
 """Conversations and a byte tokenizer, for tests that prepare samples in milliseconds."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,14 +18,19 @@ OPTIONS = {"chat_template": TEMPLATE, "max_length": 100, "too_long": "stop", "un
 OPTIONS |= {"max_samples": None, "workers": 1, "report": print}
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per byte."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+def byte_tokenizer(
+    special: Sequence[str] = ("</s>", "<|user|>", "<|assistant|>"),
+    merged: Sequence[tuple[str, str]] = (),
+    eos_token: str = "</s>",
+    bos_token: str | None = None,
+) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per byte, for each of the `special` texts and for each pair `merged`."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, merged)]
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=list(merged)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["</s>", "<|user|>", "<|assistant|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    backend.add_special_tokens(list(special))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos_token, bos_token=bos_token)
 
 
 def jsonl(path: Path, *rows: object) -> str:

@@ -33,22 +33,16 @@ def test_every_file_kind_gives_the_same_conversations_and_names_their_origin(tmp
     (tmp_path / "b.json").write_text(json.dumps([OPENAI, OPENAI], indent=2))
     jsonl(tmp_path / "c.json", OPENAI, OPENAI)
     pq.write_table(pa.Table.from_pylist([OPENAI, OPENAI]), tmp_path / "d.parquet")
+    for name, indent in ("e.jsonl", None), ("f.jsonl", 1):  # a list, whatever its file is called
+        (tmp_path / name).write_text("\n " + json.dumps([OPENAI, OPENAI], indent=indent))
     (tmp_path / "notes.txt").write_text("not data")
     conversations = read_conversations([str(tmp_path)])
-    assert [conversation.messages for conversation in conversations] == [EXPECTED] * 8
+    assert [conversation.messages for conversation in conversations] == [EXPECTED] * 12
     origins = ["a.jsonl:1", "a.jsonl:2", "b.json row 1", "b.json row 2", "c.json:1", "c.json:2"]
-    assert [Path(conversation.origin).name for conversation in conversations[:6]] == origins
-    assert conversations[7].origin.endswith("d.parquet row 2")
+    origins += [f"{name} row {number}" for name in ("d.parquet", "e.jsonl", "f.jsonl") for number in (1, 2)]
+    assert [Path(conversation.origin).name for conversation in conversations] == origins
     lines = str(tmp_path / "a.jsonl")
     assert read_conversations([lines, str(tmp_path)], limit=3) == read_conversations([lines, lines])[:3]
-
-
-def test_a_list_is_read_as_one_whatever_its_file_is_called(tmp_path):
-    for number, indent in enumerate((None, 1)):
-        path = tmp_path / f"list{number}.jsonl"
-        path.write_text("\n " + json.dumps([OPENAI, OPENAI], indent=indent))
-        rows = read_conversations([str(path)])
-        assert [row.messages for row in rows] == [EXPECTED] * 2 and rows[1].origin == f"{path} row 2"
 
 
 def test_an_alpaca_row_is_a_question_and_its_answer(only):

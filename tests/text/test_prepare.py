@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from prepare_cases import TEMPLATE, byte_tokenizer, packed, prepared, turns
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from eagle3.console import Warned
@@ -123,39 +122,37 @@ def test_a_template_that_asks_for_the_date_is_told_the_recipes(tmp_path, tokeniz
         assert tokenizer.decode(samples[0].ids.tolist()).startswith(date) and not summary.cached
 
 
+def warned(*arguments: object, **options: object) -> str:
+    """What `prepared` warns of."""
+    lines: list[str] = []
+    prepared(*arguments, report=lines.append, **options)
+    return "".join(line for line in lines if isinstance(line, Warned))
+
+
 def test_thoughts_that_a_template_does_not_show_are_told_of(tmp_path, tokenizer):
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a", "reasoning": "b"}]}
-    lines: list[str] = []
-    prepared(tmp_path, tokenizer, row, choices=Choices(reasoning="drop"), report=lines.append)
-    assert not [line for line in lines if isinstance(line, Warned)]
-    prepared(tmp_path, tokenizer, row, report=lines.append)
-    [warning] = [line for line in lines if isinstance(line, Warned)]
-    assert warning.startswith("the chat template shows no reasoning, so that of 1 conversations")
+    assert not warned(tmp_path, tokenizer, row, choices=Choices(reasoning="drop"))
+    told = "the chat template shows no reasoning, so that of 1 conversations"
+    assert warned(tmp_path, tokenizer, row).startswith(told)
 
 
 ALIKE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 
 
 def test_a_template_that_does_not_show_who_speaks_is_warned_of(tmp_path, tokenizer):
-    for template, warned in ((ALIKE, True), (TEMPLATE, False)):
-        lines = []
-        prepared(tmp_path, tokenizer, "one", "two", chat_template=template, report=lines.append)
-        assert any("prints a user's and an assistant's messages alike" in line for line in lines) == warned
+    told = "prints a user's and an assistant's messages alike"
+    assert told in warned(tmp_path, tokenizer, "one", "two", chat_template=ALIKE)
+    assert not warned(tmp_path, tokenizer, "one", "two", chat_template=TEMPLATE)
 
 
 def test_a_prompt_that_ends_within_a_token_is_warned_of(tmp_path):
     """As if ` a` were one token: the prompt ends with a space that the answer's first word takes."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {letter: index for index, letter in enumerate([*letters, "Ġa"])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[("Ġ", "a")]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    tokenizer = byte_tokenizer(merged=[("Ġ", "a")])
     template = "{% for message in messages %}{{ message.role }}:END{{ message.content }}\n{% endfor %}"
     template += "{% if add_generation_prompt %}assistant:END{% endif %}"
-    for end, warned in ((" ", True), ("\n", False)):
-        lines = []
-        prepared(tmp_path, tokenizer, "one", chat_template=template.replace("END", end), report=lines.append)
-        assert any("joins with the answer's beginning" in line for line in lines) == warned
+    told = "joins with the answer's beginning"
+    assert told in warned(tmp_path, tokenizer, "one", chat_template=template.replace("END", " "))
+    assert not warned(tmp_path, tokenizer, "one", chat_template=template.replace("END", "\n"))
 
 
 def test_where_the_template_is_the_problem_another_one_is_offered(tmp_path, tokenizer):

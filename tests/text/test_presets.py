@@ -143,13 +143,8 @@ def test_a_dataset_id_may_name_its_split_and_its_revision(hub, ask):
         folder = hub.folder("ann/talks", revision)
         for split in ("train", "test"):
             jsonl(folder / f"{split}.jsonl", {"text": f"{split} of {revision}"})
-    texts = {
-        "ann/talks": "train of main",
-        "ann/talks:test": "test of main",
-        "ann/talks@v2": "train of v2",
-        "ann/talks:test@v2": "test of v2",
-    }
-    assert {source: ask(source)["rows"][0][2] for source in texts} == texts
+    texts = [ask(f"ann/talks{part}")["rows"][0][2] for part in ("", ":test", "@v2", ":test@v2")]
+    assert texts == ["train of main", "test of main", "train of v2", "test of v2"]
     assert "'v3'" in ask("ann/talks@v3")["error"]
     message = ask("ann/talks:tset")["error"]
     assert message.startswith("ann/talks:tset: ") and "tset" in message.partition("cannot be read")[2]
@@ -171,21 +166,25 @@ def test_no_more_rows_travel_than_are_wanted(hub, ask):
     assert [row[2].split()[0] for row in rows] == ["0"] * 100 + ["1"] * 100 + ["2"] * 100
 
 
-def test_rows_travel_once_and_stay_what_they_were(hub, kept, tmp_path):
-    folder = hub.folder("ann/once")
-    jsonl(folder / "train.jsonl", *({"text": f"row {number}"} for number in range(9)))
+def test_rows_travel_once_and_stay_what_they_were_and_a_whole_set_serves_its_first_rows(hub, kept, tmp_path):
+    for name in ("once", "whole"):
+        jsonl(hub.folder(f"ann/{name}") / "train.jsonl", *({"text": f"row {number}"} for number in range(9)))
     first = kept("ann/once", limit=4)
     assert [row[2] for row in first["rows"]] == ["row 0", "row 1", "row 2", "row 3"]
     [copy] = tmp_path.iterdir()
-    shutil.rmtree(folder)
+    whole = kept("ann/whole")["rows"]
+    [copy_of_whole] = {*tmp_path.iterdir()} - {copy}
+    for name in ("once", "whole"):
+        shutil.rmtree(hub.folder(f"ann/{name}"))
     again = kept("ann/once", limit=4)
     assert again["rows"] == first["rows"] and str(copy) in again["told"][0]
     assert "cannot be read" in kept("ann/once", limit=5)["error"]  # this is another download
+    assert kept("ann/whole", limit=4)["rows"] == whole[:4]
     # Part of a set is never taken for the whole later.
     jsonl(hub.folder("ann/odd") / "train.jsonl", *[{"prompt": "x"}] * 12)
     for _ in range(2):
         assert "ann/odd: 10 of 10 rows read are malformed" in kept("ann/odd")["error"]
-    assert list(tmp_path.iterdir()) == [copy]
+    assert {*tmp_path.iterdir()} == {copy, copy_of_whole}
 
 
 def test_malformed_rows_of_a_dataset_are_refused_or_left_out_of_those_wanted_and_travel_once(hub, kept):
@@ -210,14 +209,6 @@ def test_columns_that_json_does_not_have_are_left_behind_or_named(hub, kept):
     assert kept("ann/dated")["rows"][0][1] == turns("Hi", "Yes")
     assert "ann/bare row 1: the row has the keys ['prompt', 'when']" in kept("ann/bare")["error"]
     assert kept("ann/inner")["error"].startswith("ann/inner row 1: Object of ")
-
-
-def test_the_copy_of_a_whole_set_serves_the_first_rows_of_it(hub, kept):
-    folder = hub.folder("ann/whole")
-    jsonl(folder / "train.jsonl", *({"text": f"row {number}"} for number in range(9)))
-    rows = kept("ann/whole")["rows"]
-    shutil.rmtree(folder)
-    assert kept("ann/whole", limit=4)["rows"] == rows[:4]
 
 
 def flip(rows: Path) -> None:
