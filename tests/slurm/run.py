@@ -172,11 +172,7 @@ def scancel_leaves_a_checkpoint_that_resumes(lab: Lab) -> None:
     lab.await_said(folder / f"slurm-{number}-node0.log", "step 10/", STARTS)
     lab.slurm("scancel", number)
     lab.await_end(number, 60, "CANCELLED")
-    steps = len(metrics(folder / "run"))
-    number = lab.submit(folder, "--", recipe, *rare)
-    lab.await_said(folder / f"slurm-{number}-node0.log", f"resumed after step {steps}", STARTS)
-    lab.await_said(folder / f"slurm-{number}-node0.log", f"step {steps + 2}/", 60)
-    lab.end(number)
+    goes_on(lab, folder, "--", recipe, *rare)
 
 
 def a_run_goes_on_with_another_number_of_nodes(lab: Lab) -> None:
@@ -184,8 +180,12 @@ def a_run_goes_on_with_another_number_of_nodes(lab: Lab) -> None:
     number = lab.submit(folder, "--", recipe, *RING, *LONG)
     lab.await_said(folder / f"slurm-{number}-node0.log", "step 10/", STARTS)
     lab.end(number)
-    steps = len(metrics(folder / "run"))
-    number = lab.submit(folder, "--nodes=1", "--", recipe, *LONG)
+    goes_on(lab, folder, "--nodes=1", "--", recipe, *LONG)
+
+
+def goes_on(lab: Lab, folder: Path, *words: object) -> None:
+    """Submits a job that resumes after the last step of the run, and ends it."""
+    steps, number = len(metrics(folder / "run")), lab.submit(folder, *words)
     lab.await_said(folder / f"slurm-{number}-node0.log", f"resumed after step {steps}", STARTS)
     lab.await_said(folder / f"slurm-{number}-node0.log", f"step {steps + 2}/", 60)
     lab.end(number)
