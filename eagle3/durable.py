@@ -8,10 +8,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from enum import Enum
 from pathlib import Path
 from secrets import token_hex
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from safetensors import SafetensorError
 
@@ -24,24 +23,17 @@ KEY, DIGEST = "sealed_as", "digest"
 DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
-class Lock(Enum):
-    """The result of trying to lock a file. UNKNOWN: the file system has no locks."""
-
-    HELD = "held"
-    TAKEN = "taken"
-    UNKNOWN = "unknown"
-
-
-def lock(file: BinaryIO) -> Lock:
+def lock(file: BinaryIO) -> Literal["held", "taken", "unknown"]:
     """Locks a file (flock) for as long as it is open and this process lives. Never waits for a lock that another
-    process holds. Without locks, nobody can tell that a file is abandoned, and its writer may go on."""
+    process holds. Without locks in the file system, nobody can tell that a file is abandoned, and its writer may go
+    on."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return Lock.TAKEN
+        return "taken"
     except OSError:
-        return Lock.UNKNOWN
-    return Lock.HELD
+        return "unknown"
+    return "held"
 
 
 @contextmanager

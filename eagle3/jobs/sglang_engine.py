@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from eagle3.console import Say, waiting
 from eagle3.durable import write_bytes, writing
 from eagle3.errors import SharedUserError, UserError
-from eagle3.jobs.job import Job, KnownTarget, start_target
+from eagle3.jobs.job import Job, KnownTarget, provenance, start_target
 from eagle3.parallel.sequence import Reach
 from eagle3.parallel.topology import Topology, agreed, gathered
 from eagle3.states.loader import SampleReading, SpooledSource
@@ -298,9 +298,8 @@ def own_probe(job: Job, say: Say) -> Rows | None:
     size = _weight_bytes(job.known)
     if size is None or size > MOST_WEIGHTS:
         return None
-    known, teacher = job.known, job.recipe.target.teacher
-    facts = [known.fingerprint, job.recipe.model.target_dtype, list(known.aux_layers), teacher]
-    facts += [job.vocabulary.digest if teacher == "logits" else None, known.config.vocab_size]
+    known = job.known
+    facts = [provenance(job), known.config.vocab_size]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     cached = job.recipe.data.cache_dir.expanduser() / "probes" / f"{key}.safetensors"
     if (rows := read_probe(cached, job)) is not None:

@@ -17,7 +17,7 @@ from eagle3.attention.block import BlockKernels, block_candidates, own_candidate
 from eagle3.attention.cuda import has_flash4
 from eagle3.console import Console
 from eagle3.draft.pointwise import pointwise_candidates
-from eagle3.durable import Lock, lock
+from eagle3.durable import lock
 from eagle3.errors import SharedUserError
 from eagle3.kernels.cases import prove_blocks, prove_loss, prove_own, prove_pointwise
 from eagle3.kernels.proof import KernelDemand, KernelVerdict
@@ -142,7 +142,7 @@ def _keep_compiled(folder: Path) -> None:
     with suppress(OSError):  # otherwise they are compiled anew
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            if lock(file) is Lock.HELD:
+            if lock(file) == "held":
                 os.environ.setdefault(f"{FLASH4_CACHE}_ENABLED", "1")
                 os.environ.setdefault(f"{FLASH4_CACHE}_DIR", str(folder))
 

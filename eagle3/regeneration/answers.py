@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from eagle3.durable import Lock, lock, write_text, writing
+from eagle3.durable import lock, write_text, writing
 from eagle3.errors import UserError, refuse
 from eagle3.parsing import parse_json, read_json_object
 from eagle3.regeneration.endpoint import LeftOut
@@ -43,7 +43,7 @@ class AnswerFile(AbstractContextManager):
             unknown = self.rows.seek(0, os.SEEK_END) and not settings_path.exists()
             refuse(
                 f"--out: {path}",
-                (lock(self.rows) is Lock.TAKEN, "another process writes it; wait for it, or name another file"),
+                (lock(self.rows) == "taken", "another process writes it; wait for it, or name another file"),
                 (unknown, f"has rows, but no {settings_path} says how they came; name another file"),
             )
             self.other = stack.enter_context(_open(self.record / "left_out.jsonl"))

@@ -29,7 +29,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from eagle3.durable import Lock, lock, write_text, writing
+from eagle3.durable import lock, write_text, writing
 from eagle3.errors import NO_SPACE, SharedUserError, UserError
 from eagle3.parallel.sequence import Reach, covered
 from eagle3.parsing import parse_json
@@ -228,7 +228,7 @@ def sweep(folder: Path) -> int:
 def _abandoned(job: Path) -> bool:
     """Whether the job's owner locked this folder at some point and has died since."""
     with open(job / LOCK, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW)) as file:
-        return file.read(len(HELD) + 1) == HELD and lock(file) is Lock.HELD
+        return file.read(len(HELD) + 1) == HELD and lock(file) == "held"
 
 
 def _remove(job: Path) -> None:
@@ -313,7 +313,7 @@ class SpoolReader:
     def _require_owner(self) -> None:
         """Raises UserError if the owner is gone. If the file system has no locks, the owner counts as alive."""
         with suppress(FileNotFoundError), (self.path / LOCK).open("rb") as file:
-            if lock(file) is not Lock.HELD:
+            if lock(file) != "held":
                 return
         raise SharedUserError(
             f"{self.path}: the process that requests hidden states from the target has ended; see its output, and "

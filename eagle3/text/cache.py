@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from eagle3.console import Say, Warned
-from eagle3.durable import DAMAGE, Lock, file_digest, lock, read_sealed, sealed, writing
+from eagle3.durable import DAMAGE, file_digest, lock, read_sealed, sealed, writing
 from eagle3.errors import UserError
 
 LOCK = "owner.lock"
@@ -110,7 +110,7 @@ def _unfinished(folder: Path) -> Path:
 def _held(folder: Path) -> BinaryIO:
     """The file that locks a folder, locked. Raises BlockingIOError if another process may have it."""
     file = (folder / LOCK).open("a+b")
-    if lock(file) is Lock.HELD and os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
+    if lock(file) == "held" and os.path.samestat(os.fstat(file.fileno()), (folder / LOCK).stat()):
         return file
     file.close()
     raise BlockingIOError(f"{folder} is locked")

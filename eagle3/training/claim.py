@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 
-from eagle3.durable import Lock, lock, writing
+from eagle3.durable import lock, writing
 from eagle3.errors import UserError
 
 CLAIM = "run.lock"
@@ -64,9 +64,9 @@ class Claim:
         with suppress(FileNotFoundError):  # the folder, or the file, was moved or removed just now
             self.file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "rb+", buffering=0)
             state = lock(self.file)
-            self.locked = state is Lock.HELD
+            self.locked = state == "held"
             with suppress(FileNotFoundError):
-                if state is not Lock.TAKEN and os.path.samestat(os.fstat(self.file.fileno()), self.path.stat()):
+                if state != "taken" and os.path.samestat(os.fstat(self.file.fileno()), self.path.stat()):
                     return True
             self.file.close()
         return False
@@ -104,7 +104,7 @@ def holder_of(folder: Path) -> str | None:
     nothing."""
     path = folder / CLAIM
     with suppress(OSError), path.open("rb+") as file:
-        return _holder(path) if lock(file) is Lock.TAKEN else None
+        return _holder(path) if lock(file) == "taken" else None
     return None
 
 

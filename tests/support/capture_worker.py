@@ -22,7 +22,7 @@ import torch
 from processes import begin_ranks, ended, run_launcher
 from store_cases import read_rows
 
-import eagle3.jobs.plan
+import eagle3.jobs.derived
 import eagle3.jobs.supply
 import eagle3.jobs.train  # noqa: F401
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from limits import HANG_SECONDS
 from processes import begin_ranks, ended, run_launcher
 
-import eagle3.jobs.plan
+import eagle3.jobs.derived
 import eagle3.jobs.train  # noqa: F401
 
 # Above: what train.py imports while it runs, imported once for all forks.

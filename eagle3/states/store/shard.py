@@ -33,7 +33,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from eagle3.durable import Lock, lock, publish
+from eagle3.durable import lock, publish
 from eagle3.errors import UserError, in_one_line
 from eagle3.parallel.sequence import RULES, Reach, taught
 from eagle3.parsing import parse_json
@@ -235,5 +235,5 @@ def remove_abandoned(folder: Path) -> None:
     for partial in folder.glob(f"shard-*{PARTIAL}"):
         if SHARD_NAME.fullmatch(partial.stem):
             with suppress(OSError), partial.open("rb") as file:
-                if lock(file) is Lock.HELD:
+                if lock(file) == "held":
                     partial.unlink(missing_ok=True)

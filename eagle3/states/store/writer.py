@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from eagle3.durable import Lock, create_text, lock, publish, write_text, writing
+from eagle3.durable import create_text, lock, publish, write_text, writing
 from eagle3.errors import UserError
 from eagle3.parallel.sequence import Reach
 from eagle3.states.rows import CapturePart, KeptRows, Rows
@@ -91,7 +91,7 @@ class StoreWriter(AbstractContextManager):
         with writing(self.folder, "free space, or name another folder in hidden_states.path"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = (self.folder / LOCK.format(part.index, part.count)).open("ab")
-        if lock(self._lock) is Lock.TAKEN:
+        if lock(self._lock) == "taken":
             self._lock.close()
             raise UserError(
                 f"{path}: part {part.index}/{part.count} is being captured by another process; wait for it or stop "
@@ -128,7 +128,7 @@ class StoreWriter(AbstractContextManager):
     def _is_of_another(self, path: Path) -> bool:
         """Whether a different writer, still alive, holds this lock."""
         with path.open("ab") as file:
-            return not os.path.sameopenfile(file.fileno(), self._lock.fileno()) and lock(file) is Lock.TAKEN
+            return not os.path.sameopenfile(file.fileno(), self._lock.fileno()) and lock(file) == "taken"
 
     def add(self, sample_id: str, ids: Tensor, loss_mask: Tensor, rows: Rows | Iterable[Rows | KeptRows]) -> bool:
         """Write one sample. Returns False, and writes nothing, if its id is known.
@@ -264,7 +264,7 @@ class ShardWriter:
         self.partial = folder / f"{shard}{PARTIAL}"
         self.file = self.partial.open("xb+")
         # While another process is removing it as abandoned.
-        while lock(self.file) is Lock.TAKEN or not self.partial.exists():
+        while lock(self.file) == "taken" or not self.partial.exists():
             time.sleep(REMOVING_SECONDS)
             if not self.partial.exists():
                 self.file.close()
