@@ -76,12 +76,7 @@ def derived_rope(target: PretrainedConfig) -> dict[str, Any]:
     """
     values = target.to_dict()
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    if any(isinstance(value, dict) for value in rope.values()):
-        if not isinstance(rope.get("full_attention"), dict):
-            raise UserError(
-                f"target config: rope_parameters are given for {', '.join(rope)}, none of them full_attention; say "
-                "which the draft uses with model.draft.rope_parameters"
-            )
+    if isinstance(rope.get("full_attention"), dict):
         values = {"rope_parameters": rope["full_attention"]}
     draft_rope = rope_parameters(values)
     for key in PARTIAL_OR_IMAGES:

@@ -83,8 +83,6 @@ class Eagle3Draft(MegatronModule):
     """
 
     def __init__(self, draft_config: DraftConfig, groups: ProcessGroupCollection, dtype: torch.dtype) -> None:
-        if not draft_config.is_divided_by(groups.tp.size()):
-            raise ValueError(f"a draft that {groups.tp.size()} tensor-parallel ranks cannot divide")
         config = transformer_config(draft_config, groups.tp.size(), dtype)
         super().__init__(config=config)
         self.draft_config, self.pg_collection = draft_config, groups

@@ -47,7 +47,11 @@ def complete_rope(parameters: dict[str, Any]) -> dict[str, Any]:
     numbers = {name: rope[name] for name in _ROPE_NUMBERS if rope.get(name) is not None}
     refuse(
         "draft config",
-        (nested, f"rope_parameters differ by layer type ({', '.join(nested)}); give the draft's one layer one of them"),
+        (
+            nested,
+            f"rope_parameters differ by layer type ({', '.join(nested)}); give the draft's one layer one of them, with "
+            "model.draft.rope_parameters",
+        ),
         *(
             (
                 not (is_number(value) and (value > 0 or value == 0 and name.startswith("mscale"))),
