@@ -90,7 +90,14 @@ def check_draft(folder: Path) -> str:
     if missing_weights:
         raise UserError(f"{folder}: nothing, or only a part, was loaded into SGLang's {missing_weights[0]}; {REMEDY}")
     _check_vocabulary(folder, model, tensors)
-    _check_rotation(folder, model, config)
+    # If only training or only SGLang applied a scaling, long contexts would silently become noise.
+    position = rotation_apart(config, model.model.layers[0].self_attn.rotary_emb.cos_sin_cache)
+    if position is not None:
+        raise UserError(
+            f"{folder}: SGLang rotates by other angles than training did, from position {position} on, with "
+            f"rope_parameters {config.rope_parameters}; train with a rope of model.draft.rope_parameters that SGLang "
+            "knows"
+        )
     extensions = [name for name in ("fc_norm", "norm_output") if getattr(model.config, name, False)]
     note = f" (EAGLE3.1: {', '.join(extensions)})" if extensions else ""
     embedding = "of the export" if EMBEDDING in tensors else "of the target"
@@ -171,18 +178,6 @@ def _check_vocabulary(folder: Path, model: nn.Module, tensors: dict[str, torch.T
         raise UserError(f"{folder}: SGLang reads other target ids from d2t than d2t[i] + i; install a supported SGLang")
     if not torch.equal(t2d.nonzero().flatten(), d2t + torch.arange(len(d2t))):
         raise UserError(f"{folder}: t2d does not mark the tokens that d2t names; {REMEDY}")
-
-
-def _check_rotation(folder: Path, model: nn.Module, config: DraftConfig) -> None:
-    """Compare rope angles: if only training or only SGLang applied a scaling, long contexts would silently become
-    noise."""
-    position = rotation_apart(config, model.model.layers[0].self_attn.rotary_emb.cos_sin_cache)
-    if position is not None:
-        raise UserError(
-            f"{folder}: SGLang rotates by other angles than training did, from position {position} on, with "
-            f"rope_parameters {config.rope_parameters}; train with a rope of model.draft.rope_parameters that SGLang "
-            "knows"
-        )
 
 
 def rotation_apart(config: DraftConfig, table: torch.Tensor) -> int | None:

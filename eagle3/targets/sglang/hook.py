@@ -1,6 +1,6 @@
 """Captures hidden states of a job's requests into its spool. Runs inside SGLang, on every tensor-parallel rank.
 
-A server is started with this module's `make` as the factory of a forward hook on its logits processor
+A server is started with this module's `CaptureHook` as a forward hook on its logits processor
 (`version.capture_flags`). In each prefill forward, the hook gets some rows of several requests. The teacher's values
 for each row are combined from the ranks' vocabulary shards. Then the rank that owns a request writes its rows in the
 store's format, from a separate thread, while the next forward runs.
@@ -75,11 +75,6 @@ class HookSettings(NamedTuple):
         )
 
 
-def make(settings: Mapping[str, Any]) -> "CaptureHook":
-    """Create the hook; SGLang calls this factory. settings: HookSettings as JSON values."""
-    return CaptureHook(HookSettings(**settings))
-
-
 _streams: list[Tensor] = []  # what `read_stream` found in the current forward, [N, H] for each aux layer
 
 
@@ -96,8 +91,10 @@ def read_stream(layer: nn.Module, _arguments: tuple[Any, ...], output: Any) -> N
 
 
 class CaptureHook:
-    def __init__(self, settings: HookSettings) -> None:
-        self.settings = settings
+    """The hook of the logits processor, which SGLang makes. settings: HookSettings as JSON values."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self.settings = settings = HookSettings(**settings)
         self.teacher: ServedTeacher | None = None
         self.wanted: dict[Ticket, WantedRows] = {}  # of the samples that are being prefilled
         self.unwanted: set[Ticket] = set()  # requests that came too late: their jobs have the samples already

@@ -168,7 +168,7 @@ def capture_flags(aux_layers: Sequence[int], hook: Mapping[str, Any]) -> list[st
         {
             "name": HOOK,
             "target_modules": ["*logits_processor"],
-            "hook_factory": "eagle3.targets.sglang.hook:make",
+            "hook_factory": "eagle3.targets.sglang.hook:CaptureHook",
             "config": dict(hook),
         },
         {

@@ -17,4 +17,12 @@ from sgl_kernel.cache_slots import (
     fill_accept_out_cache_loc_cpu,
     fill_bonus_tokens_cpu,
 )
-from sgl_kernel.token_tree import build_tree_kernel_efficient_cpu, rotate_input_ids_cpu, verify_tree_greedy_cpu
+from sgl_kernel.token_tree import build_tree_kernel_efficient_cpu, verify_tree_greedy_cpu
+
+
+def not_covered(*arguments: object) -> None:
+    """Stands in for what SGLang imports, and no test calls."""
+    raise NotImplementedError
+
+
+rotate_input_ids_cpu = not_covered  # for drafts with several layers, one per step

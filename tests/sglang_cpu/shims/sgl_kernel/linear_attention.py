@@ -4,6 +4,7 @@ state S [V, K] of a head changes with each token:
     S = exp(g) S;  S = S + beta (v - S k) k^T;  output = S q / sqrt(K)
 
 Follows the definition, one request and one token at a time, in fp32. Pools of states have a slot for each request.
+Decoding is not covered: SGLang looks its operator up, but it takes no arguments.
 """
 
 import torch
@@ -33,31 +34,10 @@ def causal_conv1d_fn_cpu(
         tokens = slice(starts[request], starts[request + 1])
         known = conv_states[slot] if has_initial_state[request] else torch.zeros_like(conv_states[slot])
         whole = torch.cat([known.to(x.dtype), x[:, tokens]], -1)
-        output[:, tokens] = _convolved(whole, weight, bias, activation)
+        convolved = F.conv1d(whole[None], weight[:, None], bias, groups=len(weight))[0]
+        output[:, tokens] = F.silu(convolved) if activation in ("silu", "swish") else convolved
         conv_states[slot] = whole[:, -known.shape[-1] :].to(conv_states.dtype)
     return output
-
-
-def causal_conv1d_update_cpu(
-    x: Tensor,
-    conv_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    conv_state_indices: Tensor,
-) -> Tensor:
-    """The same for one more token of each request: x [requests, channels]."""
-    output = torch.empty_like(x)
-    for request, slot in enumerate(conv_state_indices.tolist()):
-        whole = torch.cat([conv_states[slot].to(x.dtype), x[request, :, None]], -1)
-        output[request] = _convolved(whole, weight, bias, activation)[:, 0]
-        conv_states[slot] = whole[:, 1:].to(conv_states.dtype)
-    return output
-
-
-def _convolved(whole: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    output = F.conv1d(whole[None], weight[:, None], bias, groups=len(weight))[0]
-    return F.silu(output) if activation in ("silu", "swish") else output
 
 
 def chunk_gated_delta_rule_cpu(
@@ -89,28 +69,6 @@ def fused_gdn_gating_cpu(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -
     """g and beta [1, tokens, heads], from a and b [tokens, heads]."""
     g = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return g[None], b.float().sigmoid()[None]
-
-
-def fused_sigmoid_gating_delta_rule_update_cpu(
-    A_log: Tensor,
-    dt_bias: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor,
-    cu_seqlens: Tensor,
-    use_qk_l2norm_in_kernel: bool,
-    softplus_beta: float,
-    softplus_threshold: float,
-) -> Tensor:
-    """Gates and the delta rule together."""
-    assert (softplus_beta, softplus_threshold) == (1.0, 20.0)
-    g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
-    states, slots = initial_state_source, initial_state_indices
-    return chunk_gated_delta_rule_cpu(q, k, v, g, beta, states, cu_seqlens, False, use_qk_l2norm_in_kernel, slots)[0]
 
 
 def _delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -172,16 +130,12 @@ def fused_rmsnorm_gated_cpu(x: Tensor, weight: Tensor, gate: Tensor, eps: float)
     return (normed * F.silu(gate.reshape(x.shape).float())).to(x.dtype)
 
 
-# Those that SGLang calls through torch.ops, with the arguments that they change.
-_OPERATORS = {
-    fused_gdn_gating_cpu: (),
-    fused_sigmoid_gating_delta_rule_update_cpu: ("initial_state_source",),
-    fused_sigmoid_mul_cpu: ("x",),
-    fused_qk_gemma_rmsnorm_cpu: (),
-    fused_qk_gemma_rmsnorm_with_gate_cpu: (),
-    fused_rmsnorm_gated_cpu: (),
-    fused_qkvzba_split_reshape_cat_contiguous_cpu: (),
-}
-for function, changed in _OPERATORS.items():
+# Those that SGLang calls through torch.ops. One changes its first argument.
+for function in (
+    *(fused_gdn_gating_cpu, fused_sigmoid_mul_cpu, fused_qk_gemma_rmsnorm_cpu, fused_qk_gemma_rmsnorm_with_gate_cpu),
+    *(fused_rmsnorm_gated_cpu, fused_qkvzba_split_reshape_cat_contiguous_cpu),
+):
+    changed = ("x",) if function is fused_sigmoid_mul_cpu else ()
     torch.library.define(f"sgl_kernel::{function.__name__}", infer_schema(function, mutates_args=changed))
     torch.library.impl(f"sgl_kernel::{function.__name__}", "CPU", function)
+torch.library.define("sgl_kernel::fused_sigmoid_gating_delta_rule_update_cpu", "() -> ()")

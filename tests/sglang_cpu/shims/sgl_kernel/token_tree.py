@@ -84,8 +84,3 @@ def verify_tree_greedy_cpu(
                 break
             accepted += 1
         accept_token_num[request] = accepted
-
-
-def rotate_input_ids_cpu(*arguments: object) -> None:
-    """For drafts with several layers, one per step; not covered."""
-    raise NotImplementedError("EAGLE drafts of several layers are not covered by this stand-in")
