@@ -196,7 +196,7 @@ class SGLangEngine:
             dtype=self.options.dtype,
             revision=self.options.revision,
             longest=self.job.inputs.longest,
-            allow_untested=self.options.allow_untested,
+            allow_untested=self.job.recipe.target.allow_untested,
         )
 
     def _probe(self, url: str) -> tuple[str, Rows]:
@@ -228,7 +228,6 @@ def engine_options(known: KnownTarget) -> EngineOptions:
         kv_tokens=target.kv_tokens,
         attention=target.attention,
         chunk_tokens=recipe.hidden_states.prefill_tokens,
-        allow_untested=target.allow_untested,
     )
 
 

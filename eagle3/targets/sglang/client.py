@@ -55,7 +55,7 @@ class Servers:
     A server that fails gets a few seconds to come back, and one that is silent SILENT_SECONDS. Then it is dropped,
     which is reported through `report`, and the others take over its requests. If no server is left, all requests fail.
     If a request takes much longer than usual, another server is asked, too, and the first answer counts. One that gets
-    no answer within `answer_seconds` (default: ANSWER_SECONDS) fails.
+    no answer within `answer_seconds` fails.
 
     check: raises ServerDiffers if the server at a URL is not what it was at the start, UserError if that cannot be told
     remedy: for rows that came after a server had changed
@@ -67,11 +67,11 @@ class Servers:
         folder: Path,
         in_flight: int,
         report: Callable[[str], None] = print,
-        answer_seconds: float | None = None,
+        answer_seconds: float = ANSWER_SECONDS,
         check: Callable[[str], None] = lambda url: None,
         remedy: str = "",
     ) -> None:
-        self.folder, self.report, self.answer_seconds = folder, report, answer_seconds or ANSWER_SECONDS
+        self.folder, self.report, self.answer_seconds = folder, report, answer_seconds
         self.waiting: deque[Request] = deque()
         self.asked: dict[tuple[str, Ticket], tuple[Request, float]] = {}  # by server; with the time of asking
         self.seconds: deque[float] = deque(maxlen=USUAL_REQUESTS)  # that the last answers took
@@ -118,10 +118,9 @@ class Servers:
             return next((request for request in self.waiting if request.slow != url), None)
 
         with self.changed:
-            self.changed.wait_for(lambda: self.closed or url not in self.live or fitting())
+            request = self.changed.wait_for(lambda: self.closed or url not in self.live or fitting())
             if self.closed or url not in self.live:
                 return None
-            request = fitting()
             self.waiting.remove(request)
             self.asked[url, request.ticket] = request, time.monotonic()
             return request

@@ -19,7 +19,7 @@ import torch
 
 from eagle3.console import waiting
 from eagle3.errors import UserError
-from eagle3.targets.sglang.asking import ModelInfo, ask, require_sglang
+from eagle3.targets.sglang.asking import ModelInfo, ask
 
 START_SECONDS = 1800.0
 STOP_SECONDS = 5.0
@@ -57,7 +57,6 @@ class EngineOptions:
     attention: str | None = None  # None for SGLang's own choice
     chunk_tokens: int = 8192  # tokens per prefill forward; longer prompts are split
     longest: int | None = None  # length of the longest prompt in tokens; None for the model's whole context
-    allow_untested: bool = False  # whether a newer SGLang than those that were tested may run it
 
     def flags(self) -> list[str]:
         options = {
@@ -116,7 +115,6 @@ class SGLangServer(AbstractContextManager):
         devices: str | None = None,
         report: Callable[[str], None] = lambda line: None,
     ) -> None:
-        require_sglang("name running servers in target.servers", options.allow_untested)
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         device_variables = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}

@@ -129,11 +129,10 @@ def require_capture(
             f"{longest:,} tokens; {START}; or lower data.max_length"
         )
     settings = dict(info)
-    own = {"dtype of the target": settings.get("dtype"), "revision": settings.get("revision")}
-    own["aux layers"] = info.return_aux_hidden_state_layer_ids or []
-    actual = {name: settings.get(name) for name in REQUIRED_SETTINGS} | actual_hook | own
-    loaded = {"dtype of the target": dtype, "revision": revision, "aux layers": list(aux_layers)}
-    required = {**REQUIRED_SETTINGS, **hook, **loaded}
+    actual = {name: settings.get(name) for name in (*REQUIRED_SETTINGS, "revision")} | actual_hook
+    actual |= {"dtype of the target": settings.get("dtype"), "aux layers": info.return_aux_hidden_state_layer_ids or []}
+    required = {**REQUIRED_SETTINGS, "revision": revision, **hook}
+    required |= {"dtype of the target": dtype, "aux layers": list(aux_layers)}
     different = {name: (actual.get(name), value) for name, value in required.items() if actual.get(name) != value}
     different |= other_numbers(info, reported(url, ModelInfo))
     if different:
