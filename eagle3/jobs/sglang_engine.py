@@ -233,20 +233,16 @@ def engine_options(known: KnownTarget) -> EngineOptions:
 
 def hook_settings(job: Job) -> HookSettings:
     """Settings for a server's hook."""
-    spool, vocabulary = Path(job.recipe.target.spool).expanduser().absolute(), job.vocabulary
-    settings = HookSettings(
+    spool = Path(job.recipe.target.spool).expanduser().absolute()
+    logits, vocabulary = job.recipe.target.teacher == "logits", job.vocabulary
+    return HookSettings(
         spool=str(spool),
         dtype=job.recipe.hidden_states.dtype,
         target=job.known.fingerprint,
         hidden_size=job.known.config.hidden_size,
         aux_layers=len(job.known.aux_layers),
-    )
-    if job.recipe.target.teacher == "hidden":
-        return settings
-    return settings._replace(
-        draft_vocabulary=str(spool / f"vocabulary-{vocabulary.digest}.safetensors"),
-        vocabulary_digest=vocabulary.digest,
-        vocabulary_size=vocabulary.size,
+        draft_vocabulary=str(spool / f"vocabulary-{vocabulary.digest}.safetensors") if logits else None,
+        vocabulary_size=vocabulary.size if logits else None,
     )
 
 

@@ -85,8 +85,8 @@ def test_logits_for_a_teacher_are_the_models_own_and_its_columns_meet_on_one_ran
     t2d[ids] = True
     vocabulary = DraftVocabulary(d2t=ids - torch.arange(len(ids)), t2d=t2d)
     save_vocabulary(vocabulary, tmp_path / "vocabulary.safetensors")
-    known = {"vocabulary_digest": vocabulary.digest, "vocabulary_size": vocabulary.size}
-    settings = hook_of(tmp_path / "spool", model, draft_vocabulary=str(tmp_path / "vocabulary.safetensors"), **known)
+    known = {"draft_vocabulary": str(tmp_path / "vocabulary.safetensors"), "vocabulary_size": vocabulary.size}
+    settings = hook_of(tmp_path / "spool", model, **known)
     expected = load_target(model, aux_layers=AUX_LAYERS, draft_ids=ids).prefill(prompts)
     with capturing_server(model, settings, tensor=2) as server, target_behind([server.url], settings) as target:
         for mine, other in zip(target.prefill(prompts), expected, strict=True):

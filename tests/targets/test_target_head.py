@@ -217,7 +217,7 @@ def test_a_head_with_a_bias_is_refused_where_required_and_else_left_to_the_model
     assert target_head.head is None and torch.equal(target_head.embedding, model.model.embed_tokens.weight)
 
 
-def test_what_does_not_fit_the_config_or_is_cut_off_is_refused(tmp_path):
+def test_what_does_not_fit_the_config_or_has_no_weights_is_refused(tmp_path):
     save("llama", tmp_path)
     configure(tmp_path, vocab_size=130)
     with pytest.raises(
@@ -225,11 +225,7 @@ def test_what_does_not_fit_the_config_or_is_cut_off_is_refused(tmp_path):
     ):
         load_target_head(tmp_path)
     configure(tmp_path, vocab_size=128)
-    weights = tmp_path / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(UserError, match="embedding and lm_head cannot be read"):
-        load_target_head(tmp_path)
-    weights.unlink()
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UserError, match="causal language model cannot be read"):
         load_target_head(tmp_path)
 

@@ -62,9 +62,8 @@ class HookSettings(NamedTuple):
     target: str  # fingerprint of the target's checkpoint, which jobs compare with theirs
     hidden_size: int  # width of the target's hidden states
     aux_layers: int = 3  # how many layers' states a row has
-    # For a store of logits: a safetensors file with d2t, its digest, and the number of draft tokens.
+    # For a store of logits: a safetensors file with d2t, named by its digest, and the number of draft tokens.
     draft_vocabulary: str | None = None
-    vocabulary_digest: str | None = None
     vocabulary_size: int | None = None
 
     @property
