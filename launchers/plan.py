@@ -45,7 +45,8 @@ def main() -> int:
         stream_samples(recipe.training.global_batch_size, data, recipe.training.accumulation)
     # Silently, because DeepSpeed logs to stdout that there is no GPU, and --json prints there.
     with slow_imports(quiet=True):
-        from eagle3.jobs.derived import DOES_NOT_FIT, FITS, config_of, plan, plan_text, planned_step, shape_draft
+        from eagle3.jobs.derived import config_of, shape_draft
+        from eagle3.jobs.plan import DOES_NOT_FIT, FITS, plan, plan_text, planned_step
 
     config = config_of(recipe)
     gate.know(config=config)

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from eagle3.errors import UserError
-from eagle3.jobs.derived import memory_plan, planned_step, spanned
 from eagle3.jobs.job import Job
+from eagle3.jobs.plan import memory_plan, planned_step, spanned
 from eagle3.parallel.topology import usable_cores
 from eagle3.planning.fitting import PlannedStream
 from eagle3.planning.memory import rank_bytes

@@ -9,8 +9,9 @@ import yaml
 from eagle3.console import Say, data_size
 from eagle3.draft.config import DRAFTED_TOKENS, DraftConfig
 from eagle3.errors import UserError
-from eagle3.jobs.derived import planned_step, seen_share, shape_draft, store_encoding
+from eagle3.jobs.derived import shape_draft, store_encoding
 from eagle3.jobs.gate import Gate
+from eagle3.jobs.plan import planned_step, seen_share
 from eagle3.planning.fitting import RESERVED, Fitted, PlannedStream, best_layout, longest_of_any_layout
 from eagle3.planning.step import Planned, step_seconds
 from eagle3.recipe.loading import apply_override, checked_recipe

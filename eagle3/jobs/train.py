@@ -17,11 +17,12 @@ from eagle3.draft.interchange import export_draft, load_weights, read_exported, 
 from eagle3.draft.model import Eagle3Draft
 from eagle3.durable import writing
 from eagle3.errors import SharedUserError, UserError
-from eagle3.jobs.derived import config_of, memory_plan, shape_draft
+from eagle3.jobs.derived import config_of, shape_draft
 from eagle3.jobs.description import describe_run
 from eagle3.jobs.evaluate import held_out_prompts, judge, judgement_record, texts_of
 from eagle3.jobs.gate import Gate, require_servers_named
 from eagle3.jobs.job import Job, choose_draft, find_target, gather_inputs, input_digests
+from eagle3.jobs.plan import memory_plan
 from eagle3.jobs.supply import HiddenStateSupply, hidden_state_supply
 from eagle3.kernels.choice import Choice, choose_kernels
 from eagle3.kernels.proof import KernelDemand

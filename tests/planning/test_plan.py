@@ -10,7 +10,7 @@ from layouts import draft_config
 from shares import share_of
 from tiny_run import write_recipe
 
-from eagle3.jobs.derived import overrides
+from eagle3.jobs.plan import overrides
 from eagle3.objective.recompute import MemoryPlan
 from eagle3.parallel.sequence import Reach, SequenceSharding, Stream, plan_sequence
 from eagle3.planning.fitting import PlannedStream, best_layout, layouts, longest_context

@@ -26,9 +26,10 @@ from eagle3.draft.config import DraftConfig
 from eagle3.draft.derivation import derive_draft, derived_rope
 from eagle3.draft.rope import RotaryEmbedding
 from eagle3.errors import UserError
-from eagle3.jobs.derived import planned_step, shape_draft, vocabulary_size
+from eagle3.jobs.derived import shape_draft, vocabulary_size
 from eagle3.jobs.gate import can_be_judged
 from eagle3.jobs.new_recipe import GPU_BYTES, NODE, planned, refreshed, rope_in_words
+from eagle3.jobs.plan import planned_step
 from eagle3.planning.fitting import RESERVED, PlannedStream
 from eagle3.recipe.loading import checked_recipe, load_recipe
 from eagle3.recipe.schema import Draft, Recipe
