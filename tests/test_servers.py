@@ -20,6 +20,23 @@ from eagle3.targets.sglang.asking import Generated, ModelInfo, ServerInfo, repor
 
 SECONDS = 0.5
 OK = b"HTTP/1.1 200 OK\r\n"
+BOMB = gzip.compress(bytes(100 << 20), 1)
+
+
+# Route -> what is sent at once, what then comes a byte at a time, and what comes again and again after that.
+ROUTES = {
+    "slow-headers": (OK, b"X: " + b"x" * 10_000, b""),
+    "slow-body": (OK + b"Content-Length: 10000\r\n\r\n", b" " * 10_000, b""),
+    "endless-headers": (OK, b"", b"X: y\r\n" * 10_000),
+    "endless-informational": (b"", b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000),
+    "endless-body": (OK + b"\r\n", b"", b" " * 100_000),
+    "endless-chunks": (OK + b"Transfer-Encoding: chunked\r\n\r\n", b"", b"186a0\r\n" + b" " * 100_000 + b"\r\n"),
+    "endless-error": (b"HTTP/1.1 500 No\r\n\r\n", b"", b" " * 100_000),
+    "bomb": (OK + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(BOMB) + BOMB, b"", b""),
+    "cut": (OK + b"Content-Length: 10\r\n\r\n{", b"", b""),
+    "no-http": (b"hello\r\n\r\n", b"", b""),
+    "redirect": (b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n", b"", b""),
+}
 
 
 class Handler(socketserver.StreamRequestHandler):
@@ -27,49 +44,17 @@ class Handler(socketserver.StreamRequestHandler):
         route = self.rfile.readline().split()[1].decode().strip("/").split("/")[0]
         self.server.asked.append(route)
         with suppress(OSError):  # the client has had enough
-            self.misbehave(route)
-
-    def misbehave(self, route: str) -> None:
-        match route:
-            case "slow-headers":
-                self.drip(OK + b"X: " + b"x" * 10_000)
-            case "slow-body":
-                self.drip(OK + b"Content-Length: 10000\r\n\r\n" + b" " * 10_000, at_once=40)
-            case "silent":
+            if route == "silent":
                 self.rfile.read()
-            case "endless-headers":
-                self.flood(OK, b"X: y\r\n" * 10_000)
-            case "endless-informational":
-                self.flood(b"", b"HTTP/1.1 100 Continue\r\n\r\n" * 1000)
-            case "endless-body":
-                self.flood(OK + b"\r\n", b" " * 100_000)
-            case "endless-chunks":
-                self.flood(OK + b"Transfer-Encoding: chunked\r\n\r\n", b"186a0\r\n" + b" " * 100_000 + b"\r\n")
-            case "endless-error":
-                self.flood(b"HTTP/1.1 500 No\r\n\r\n", b" " * 100_000)
-            case "bomb":
-                head = b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(self.server.bomb)
-                self.wfile.write(OK + head + self.server.bomb)
-            case "cut":
-                self.wfile.write(OK + b"Content-Length: 10\r\n\r\n{")
-            case "no-http":
-                self.wfile.write(b"hello\r\n\r\n")
-            case "redirect":
-                self.wfile.write(b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n")
-            case _:
-                body = self.server.body
-                self.wfile.write(OK + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-
-    def drip(self, text: bytes, at_once: int = 1) -> None:
-        self.wfile.write(text[:at_once])
-        for place in range(at_once, len(text)):
-            time.sleep(SECONDS / 20)
-            self.wfile.write(text[place : place + 1])
-
-    def flood(self, head: bytes, piece: bytes) -> None:
-        self.wfile.write(head)
-        while True:
-            self.wfile.write(piece)
+            body = self.server.body
+            answer = (OK + b"Content-Length: %d\r\n\r\n" % len(body) + body, b"", b"")
+            head, slow, endless = ROUTES.get(route, answer)
+            self.wfile.write(head)
+            for place in range(len(slow)):
+                time.sleep(SECONDS / 20)
+                self.wfile.write(slow[place : place + 1])
+            while endless:
+                self.wfile.write(endless)
 
 
 class Server(socketserver.ThreadingTCPServer):
@@ -78,7 +63,7 @@ class Server(socketserver.ThreadingTCPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[str] = []
-        self.body, self.bomb = b"{}", gzip.compress(bytes(100 << 20), 1)
+        self.body = b"{}"
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
