@@ -36,7 +36,7 @@ fi
 source "$root/launchers/environment.sh"
 
 check() {
-  "${once[@]}" python "$root/launchers/capture.py" "${arguments[@]}" --check
+  "${once[@]}" python "$root/launchers/capture.py" "${arguments[@]}" --check --quiet
 }
 
 make_step() { # part, address, port
