@@ -225,7 +225,9 @@ class Watchdog(AbstractContextManager):
         return self._first_gone("has ended,")
 
     def _first_gone(self, event: str) -> RankVerdict:
-        return RankVerdict(f"rank 0 {self._first.who} {event} at {self._first.place}", first_gone=True)
+        """Says where this rank is, too, since what was heard of the first one may be a second old."""
+        beside = f" when last heard; rank {self.rank} at {self.place}" * (self.place != self._first.place)
+        return RankVerdict(f"rank 0 {self._first.who} {event} at {self._first.place}{beside}", first_gone=True)
 
     @property
     def _first(self) -> Beat:
