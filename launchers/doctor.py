@@ -80,27 +80,27 @@ def findings(
 ) -> Iterator["Finding"]:
     """Runs the checks and yields their findings. Collective: every rank goes through all of them, in this order. Checks
     that may leave a link broken come last; golden cases, which need all links, only if none has failed (`states`)."""
-    from eagle3.jobs import verify
-    from eagle3.preflight import bandwidth, start
+    from eagle3.jobs import doctor
+    from eagle3.preflight import bandwidth, folders, start
 
     for name, traits in start.own_traits(recipe, deepspeed).items():
         yield from outcomes(start.compare, cluster, name, traits)
     # From here on all ranks use the first rank's recipe, so that they make the same checks.
     recipe = Recipe.model_validate(cluster.gather(recipe.model_dump(mode="json") if topology.is_first else None)[0])
-    yield from outcomes(verify.check_gpus, cluster, topology.device)
+    yield from outcomes(doctor.check_gpus, cluster, topology.device)
     yield from outcomes(start.check_open_files, cluster)
-    yield from outcomes(start.check_shared, cluster, "output.dir", recipe.output.dir)
+    yield from outcomes(folders.check_shared, cluster, "output.dir", recipe.output.dir)
     if recipe.hidden_states.mode == "live" and recipe.target.backend == "sglang" and len(cluster.ranks) > 1:
-        yield from outcomes(start.check_shared, cluster, "target.spool", Path(recipe.target.spool))
-    yield from outcomes(start.check_cache, cluster, "data.cache_dir", recipe.data.cache_dir)
-    yield from outcomes(start.check_inputs, cluster, inputs_of(recipe))
-    checkpoint = cluster.gather(verify.checkpoint_of(recipe) if topology.is_first else None)[0]
+        yield from outcomes(folders.check_shared, cluster, "target.spool", Path(recipe.target.spool))
+    yield from outcomes(folders.check_cache, cluster, "data.cache_dir", recipe.data.cache_dir)
+    yield from outcomes(folders.check_inputs, cluster, inputs_of(recipe))
+    checkpoint = cluster.gather(doctor.checkpoint_of(recipe) if topology.is_first else None)[0]
     count = recipe.training.keep_checkpoints + 2  # plus the best one, and the one being written
-    yield from outcomes(start.check_space, cluster, recipe.output.dir, checkpoint, count)
-    yield from outcomes(verify.check_kernels, cluster, topology, recipe)
+    yield from outcomes(folders.check_space, cluster, recipe.output.dir, checkpoint, count)
+    yield from outcomes(doctor.check_kernels, cluster, topology, recipe)
     yield from outcomes(bandwidth.check_all_reduce, cluster, topology.device, 2 * PATIENCE)
     if "failed" not in states:
-        yield from outcomes(verify.check_golden, cluster, ROOT / "tests" / "golden", deepspeed, recipe.parallelism)
+        yield from outcomes(doctor.check_golden, cluster, ROOT / "tests" / "golden", deepspeed, recipe.parallelism)
 
 
 def outcomes(check: Callable[..., "Finding | Iterator[Finding]"], *arguments: Any) -> Iterator["Finding"]:

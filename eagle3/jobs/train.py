@@ -32,7 +32,8 @@ from eagle3.parallel.sizes import check_sizes, read_job_size
 from eagle3.parallel.topology import Topology, agreed, gathered, node_name
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.patches import NormLimit
-from eagle3.preflight.start import checkpoint_bytes, free_bytes, judge_space, require_sound_start
+from eagle3.preflight.folders import checkpoint_bytes, free_bytes, judge_space
+from eagle3.preflight.start import require_sound_start
 from eagle3.recipe.schema import Recipe
 from eagle3.states.loader import StreamLoader
 from eagle3.states.store.files import open_files

@@ -17,6 +17,7 @@ from eagle3.errors import SharedUserError
 from eagle3.parallel.topology import node_name
 from eagle3.preflight import bandwidth, start
 from eagle3.preflight.cluster import Cluster, Flaw, StoreGather
+from eagle3.preflight.folders import check_inputs, check_shared, check_space, free_bytes, judge_space
 
 
 def as_ranks(work, nodes=("a", "b"), timeout=10.0):
@@ -191,7 +192,7 @@ def test_a_folder_of_the_same_name_on_another_disk_is_not_shared(tmp_path):
 
     def shared(folders):
         runs = [folder / "x" / "run" for folder in folders]
-        return as_ranks(lambda cluster: start.check_shared(cluster, "output.dir", runs[cluster.rank], patience=0.3))
+        return as_ranks(lambda cluster: check_shared(cluster, "output.dir", runs[cluster.rank], patience=0.3))
 
     assert only(shared([tmp_path / "a"] * 2))._replace(found="") == ("output.dir", "ok", "", "")
     apart = shared([tmp_path / "a", tmp_path / "b"])[0]
@@ -207,9 +208,7 @@ def test_an_input_that_differs_between_nodes_is_named(tmp_path):
         (tmp_path / name / "data.jsonl").write_text(text, encoding="utf-8")
 
     def check(folders, **more):
-        return as_ranks(
-            lambda cluster: start.check_inputs(cluster, {"data.train[0]": str(folders[cluster.rank]), **more})
-        )
+        return as_ranks(lambda cluster: check_inputs(cluster, {"data.train[0]": str(folders[cluster.rank]), **more}))
 
     same = only(check([tmp_path / "a"] * 2, target="owner/model"))
     assert same.state == "ok" and same.found.startswith("data.train[0]:")
@@ -223,18 +222,18 @@ def test_an_input_that_differs_between_nodes_is_named(tmp_path):
 def test_a_refusal_on_one_node_is_a_finding_and_nobody_waits(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     folders = [tmp_path, tmp_path / "file"]
-    finding = as_ranks(lambda cluster: start.check_space(cluster, folders[cluster.rank] / "run", None, 1))[0]
+    finding = as_ranks(lambda cluster: check_space(cluster, folders[cluster.rank] / "run", None, 1))[0]
     assert finding.state == "failed" and "file is in the way" in finding.found and "node b" in finding.found
 
 
 def test_a_disk_that_checkpoints_would_fill_is_found_before_they_do(small_disk):
     run = small_disk / "run"
-    finding = only(as_ranks(lambda cluster: start.check_space(cluster, run, 300_000, 4)))
+    finding = only(as_ranks(lambda cluster: check_space(cluster, run, 300_000, 4)))
     assert finding.state == "failed" and "training.keep_checkpoints" in finding.remedy
-    assert only(as_ranks(lambda cluster: start.check_space(cluster, run, 250_000, 4))).state == "ok"
-    start.judge_space(run, start.free_bytes(run), 1_000_000, "a checkpoint")
+    assert only(as_ranks(lambda cluster: check_space(cluster, run, 250_000, 4))).state == "ok"
+    judge_space(run, free_bytes(run), 1_000_000, "a checkpoint")
     with pytest.raises(SharedUserError, match="disk space: .* free, 1.1 MB for a checkpoint; free some"):
-        start.judge_space(run, start.free_bytes(run), 1_100_000, "a checkpoint")
+        judge_space(run, free_bytes(run), 1_100_000, "a checkpoint")
     assert list(small_disk.iterdir()) == []
 
 
