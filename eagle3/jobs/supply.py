@@ -19,7 +19,8 @@ from eagle3.durable import writing
 from eagle3.errors import UserError
 from eagle3.jobs.derived import store_encoding, stored_reach
 from eagle3.jobs.job import Job, capture_record, provenance, spans_of, start_target, store_provenance
-from eagle3.jobs.sglang_engine import SGLangEngine, own_probe
+from eagle3.jobs.sglang_engine import SGLangEngine
+from eagle3.jobs.sglang_probe import own_probe
 from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import KernelDemand
 from eagle3.parallel.topology import Topology, agreed, gathered

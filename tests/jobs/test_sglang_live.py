@@ -34,7 +34,7 @@ from store_cases import read_rows
 from tiny_run import deepspeed, finish, launch, make_target, metrics, write_recipe
 
 from eagle3.errors import UserError
-from eagle3.jobs.sglang_engine import probe_document, require_same_target
+from eagle3.jobs.sglang_probe import probe_document, require_same_target
 from eagle3.parallel.sequence import Reach, SequenceSharding, Stream, plan_sequence
 from eagle3.states.loader import SampleReading, SpooledSource
 from eagle3.states.rows import Rows
