@@ -123,6 +123,10 @@ class Trainer:
             if signal:
                 raise RunStopped(signal, f"after step {done} of {self.steps}: checkpoint written", together=True)
         stop.stepping = False
+        if signal := self._stop_signal(stop):  # it came during the last checkpoint
+            raise RunStopped(signal, f"after step {self.steps} of {self.steps}: checkpoint written", together=True)
+        if profiler:
+            profiler.stop()  # writes what there is, if the run ended first
         if tracker:
             tracker.close()
 

@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import signal
 import sys
 
 import pytest
@@ -20,6 +22,8 @@ from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.jobs.train import train
 from eagle3.recipe.loading import load_recipe
+from eagle3.training.checkpoint import Checkpoints
+from eagle3.training.stopping import RunStopped, StopSignals
 
 HELD_OUT = ("loss", "step_losses", "accuracy", "acceptance_rate", "tokens")
 COMPUTED = (*HELD_OUT, "gradient_norm", "learning_rate")
@@ -109,6 +113,25 @@ def test_spans_are_drawn_anew_live_and_from_whole_samples_and_stay_in_a_store_of
     assert_same_course(live, whole, 1e-5)
     assert_same_course(live[:7], spanned[:7], 1e-5)
     assert live[-1]["loss"] != pytest.approx(spanned[-1]["loss"], rel=1e-4), "fourteen steps are more than an epoch"
+
+
+def test_a_signal_during_the_last_checkpoint_ends_the_run_before_its_export(tmp_path, target, topology, monkeypatch):
+    """And a trace is whole that has fewer steps than were asked for."""
+
+    def save(checkpoints, engine, step, *arguments):
+        saved(checkpoints, engine, step, *arguments)
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    saved, short = Checkpoints.save, ["training.max_steps=3", "training.profile={start: 2, steps: 9}"]
+    recipe = load_recipe(write_recipe(tmp_path, target), short)
+    with StopSignals() as stop, monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "save", save)
+        with pytest.raises(RunStopped, match="SIGTERM after step 3 of 3: checkpoint written"):
+            train(recipe, ZERO2, topology, stop=stop)
+    assert not (tmp_path / "run" / "export").exists()
+    train(recipe, ZERO2, topology)
+    assert json.loads(next((tmp_path / "run" / "profile").glob("trace-rank*.json")).read_text())["traceEvents"]
 
 
 @pytest.mark.slow
