@@ -100,12 +100,11 @@ class LocalTarget:
             try:
                 answers = await asyncio.to_thread(self._generate, batch)
             except Exception as error:
-                for request in batch:
-                    request.answer.set_exception(error)
-                continue
+                answers = [error] * len(batch)
             for request, answer in zip(batch, answers, strict=True):
+                settle = request.answer.set_exception if isinstance(answer, Exception) else request.answer.set_result
                 if not request.answer.done():  # whoever asked may have been cancelled
-                    request.answer.set_result(answer)
+                    settle(answer)
 
     def _batch(self) -> list[_Request]:
         first = self.waiting[0]
@@ -116,7 +115,7 @@ class LocalTarget:
         return batch
 
     @torch.inference_mode()
-    def _generate(self, batch: Sequence[_Request]) -> list[Answer]:
+    def _generate(self, batch: Sequence[_Request]) -> list[Answer | Refused]:
         body, longest = batch[0].body, max(len(request.prompt) for request in batch)
         config = copy.deepcopy(self.model.generation_config)
         config.update(
@@ -140,9 +139,11 @@ class LocalTarget:
                     [lambda ids, _: ids.new_full(ids.shape[:1], self.closed).bool()]
                 ),
             )
-        except torch.OutOfMemoryError as error:
+        except torch.OutOfMemoryError:
+            out = None  # what follows is outside of this block, in which the error keeps the attempt's memory
+        if out is None:
             if len(batch) == 1:
-                raise Refused(f"{longest} tokens, for which the GPU's memory does not suffice") from error
+                return [Refused(f"{longest} tokens, for which the GPU's memory does not suffice")]
             half = len(batch) // 2
             return self._generate(batch[:half]) + self._generate(batch[half:])
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
