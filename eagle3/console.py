@@ -73,13 +73,13 @@ class Progress:
         self.done, self.free, self.start, self.spoke = 0, 0, clock(), False
         self.next = self.start + QUIET_SECONDS
 
-    def advance(self, count: int = 1, extra: str = "") -> None:
-        """Counts `count` more items as done. extra: further numbers for the line."""
-        self.at(self.done + count, free=self.free, extra=extra)
+    def advance(self, count: int = 1) -> None:
+        """Counts `count` more items as done."""
+        self.at(self.done + count, free=self.free)
 
     def at(self, done: int, *, free: int = 0, extra: str = "") -> None:
         """Sets the number of items done so far. free: how many of them took no time, because an earlier run did them;
-        the rate leaves these out."""
+        the rate leaves these out. extra: further numbers for the line."""
         self.done, self.free, now = done, free, self.clock()
         if done == self.total:
             self.end(extra)

@@ -144,6 +144,11 @@ def _exit_code(main: Callable[[], int | None]) -> int | str | None:
         elif local_rank == "0" or not isinstance(mistake, SharedUserError):
             tell_error(str(mistake), lead=f"rank {rank}:")
         return 2
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch's; torch may not be loaded
+            raise
+        tell_error(f"{first_sentence(error)}; end what else uses the device, or take a larger one")
+        return 2
     except KeyboardInterrupt:
         tell_error("interrupted")
         return 130

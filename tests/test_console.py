@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+import torch
 from limits import wait_until
 from tiny_run import finish, launch, make_target, write_recipe
 
@@ -82,7 +83,7 @@ def test_a_long_step_says_how_far_it_is_at_which_rate_what_is_left_and_its_end()
     progress = Progress(lines.append, "reading", 1000, "rows", clock)
     for second in range(1, 11):
         clock.now += 1.0
-        progress.advance(100, extra=f"{second} errors")
+        progress.at(100 * second, extra=f"{second} errors")
     assert lines == [
         "reading: 200/1,000 rows, 2 errors, 100 rows/s, 0m08s left",
         "reading: 700/1,000 rows, 7 errors, 100 rows/s, 0m03s left",
@@ -237,6 +238,16 @@ def test_masking_takes_no_longer_than_the_text_is_long():
     for text in ("://" * 50_000, "/a" * 50_000 + "?", "https://h?" + "a=b&" * 20_000, "?" * 100_000, "a" * 100_000):
         without_passwords(text)
     assert time.process_time() - began < 5  # processor seconds; it takes a tenth of one
+
+
+def test_a_device_without_memory_is_one_line(capsys):
+    def exhaust():
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(exhaust)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: CUDA out of memory; end what else uses the device, or take a larger one\n"
 
 
 def refuse(name: str = "http://ann:secret@host"):

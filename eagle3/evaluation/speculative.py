@@ -7,6 +7,7 @@ over many conversations.
 import os.path
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -370,7 +371,8 @@ def judge_by_context(
     decode = partial(decode_conversations, target, draft, d2t, report=report)
     filled = {context: prompts for context, prompts in buckets.items() if prompts}
     first, *_ = filled.values()  # decoded before, so that no conversation's times hold what a process does once
-    decode(first[:1], decoding=replace(decoding, new_tokens=WARM_UP_TOKENS), report=lambda _: None)
+    with suppress(torch.OutOfMemoryError):  # told below
+        decode(first[:1], decoding=replace(decoding, new_tokens=WARM_UP_TOKENS), report=lambda _: None)
     decoded: dict[int, list[DecodedConversation]] = {context: [] for context in buckets}
     for context, prompts in filled.items():
         label = f"context {context:,}"

@@ -176,15 +176,17 @@ def best_rates(
 ) -> list[BestRate]:
     """Decode each context's prompts with the number of draft tokens that the measured costs promise most of. decoding:
     of the judgement"""
-    choices = {cell.context: cell.drafts if cell.speed_up > 1 else 0 for cell in judgement.pay_off[0].best}
-    judged = {each.context: each for each in judgement.contexts}
+    judged = {each.context: each for each in judgement.contexts if each.timing}
+    best = judgement.pay_off[0].best if judged else []
+    choices = {cell.context: cell.drafts if cell.speed_up > 1 else 0 for cell in best if cell.context in judged}
     plain = {context: 1 / each.timing.plain for context, each in judged.items()}
+    # rates by number of draft tokens, then by context; 0: without a draft
     unchanged = {0: plain, decoding.draft_tokens: {context: each.rate for context, each in judged.items()}}
     rates = {context: unchanged[drafts][context] for context, drafts in choices.items() if drafts in unchanged}
     for drafts in {*choices.values()} - unchanged.keys():
         chosen = {context: prompts for context, prompts in buckets.items() if choices.get(context) == drafts}
         again = judge_with(replace(decoding, draft_tokens=drafts), chosen)
-        rates |= {each.context: each.rate for each in again.contexts}
+        rates |= {each.context: each.rate for each in again.contexts if each.timing}
     return [
         BestRate(context, choices[context], rates[context], judged[context].rate, plain[context])
         for context in sorted(rates)
