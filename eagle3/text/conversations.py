@@ -139,8 +139,11 @@ def dataset_of(source: str) -> Dataset | None:
             raise UserError(f"{source}: no such part of the standard library; name one of {', '.join(SOURCES)}")
     elif path.exists():
         if not _files(path):
-            raise UserError(f"{source}: holds no {', '.join(KINDS)} file; convert it to one of these, or name another")
-    elif meant := get_close_matches(source.partition(":")[0], ("preset", "standard_library", "demo_answers"), 1, 0.8):
+            verb = "holds" if path.is_dir() else "is"
+            raise UserError(f"{source}: {verb} no {', '.join(KINDS)} file; convert it to one of these, or name another")
+    elif "/" not in source and (
+        meant := get_close_matches(source.partition(":")[0], ("preset", "standard_library", "demo_answers"), 1, 0.8)
+    ):
         raise UserError(f"{source}: no such file or folder; docs/data.md shows how to name {meant[0]}")
     elif path.suffix not in (*KINDS, ".csv", ".txt", ".gz") and (dataset := dataset_named(source)):
         return dataset

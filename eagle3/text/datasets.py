@@ -157,7 +157,10 @@ def _converted(dataset: Dataset, report: Say) -> Iterator[tuple[str, Any]]:
     left_out = 0
     try:
         for number, row in enumerate(_streamed(dataset, report), 1):
-            conversation = dataset.convert(row)
+            try:
+                conversation = dataset.convert(without_nulls(row))
+            except ValueError as error:  # nested too deep; a text in its place is malformed, too
+                conversation = str(error)
             if conversation is None:
                 left_out += 1
             else:
@@ -189,7 +192,7 @@ def _streamed(dataset: Dataset, report: Say) -> Iterator[dict]:
                 )
             )
             first_rows = list(islice(rows, 1))
-        yield from map(without_nulls, chain(first_rows, rows))
+        yield from chain(first_rows, rows)
     # Not retried, because the library has already done so for minutes. ValueError: an unknown name or split.
     except (OSError, ValueError, RuntimeError, DatasetsError, HTTPError) as error:
         hint = "" if dataset.source.startswith("preset:") else "no file or folder here, and as a dataset id it "

@@ -114,8 +114,9 @@ def encode_all(
     # spawn: forking a process with threads (torch's, the tokenizer's) can leave locks in the copy locked forever.
     pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=_start, initargs=(encoder,))
     submitted = ((chunk, pool.submit(_outcomes, chunk)) for chunk in chunks)
-    waiting = deque(islice(submitted, 2 * processes))
+    waiting = deque()
     try:
+        waiting.extend(islice(submitted, 2 * processes))
         while waiting:
             chunk, outcomes = waiting[0][0], waiting[0][1].result()
             waiting.popleft()

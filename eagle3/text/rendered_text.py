@@ -89,12 +89,11 @@ def turn_spans(text: str, tokens: Sequence[AddedToken], turns: Turns, bos: str) 
 
     Raises Unusable.
     """
-    spans = []
+    spans, opened = [], len(text) - len(text.removeprefix(bos).lstrip())
     for number, token in enumerate(tokens):
         opening = token.start - turns.before
         prompt = next((prompt for prompt in turns.prompts if text.startswith(prompt, opening)), None)
-        opens_text = opening < 0 or not text[:opening].removeprefix(bos).strip()
-        if token.content != turns.anchor or prompt is None or opens_text:
+        if token.content != turns.anchor or prompt is None or opening <= opened:
             continue
         start = opening + len(prompt)
         end = next(

@@ -1,6 +1,7 @@
 """Rows that cannot be read are listed together with their places, or are left out, counted and otherwise without
 effect."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -139,6 +140,15 @@ def test_rows_that_are_too_large_to_be_read_are_malformed(tmp_path, monkeypatch)
     assert [line.split(": ")[0] for line in lines] == [f"{path}:2", f"{path}:4"]
 
 
+def test_a_row_of_a_dataset_that_is_nested_too_deep_is_malformed(monkeypatch):
+    deep = functools.reduce(lambda inner, _: {"a": inner}, range(120), 1)
+    loaded = [json.loads(talk(1)), json.loads(talk(2)) | {"origin": deep}, json.loads(talk(3))]
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: iter(loaded))
+    monkeypatch.setattr("eagle3.text.datasets.require_hub", lambda: None)
+    dropped = MalformedRows(drop=True)
+    assert len(read_conversations(["ann/talks"], malformed=dropped)) == 2 and dropped.counts.total() == 1
+
+
 def test_a_source_of_another_form_is_given_up_after_ten_rows_and_others_are_still_looked_at(tmp_path):
     other, good, mixed = (tmp_path / f"{name}.jsonl" for name in ("other", "good", "mixed"))
     other.write_text('{"prompt": "x"}\n' * 50)
@@ -153,7 +163,7 @@ def test_a_source_of_another_form_is_given_up_after_ten_rows_and_others_are_stil
     [
         ("a.jsonl", b"\n", "holds no rows"),
         ("a.json", b"[]", "holds no rows"),
-        ("a.csv", b"a,b", "holds no .json, .jsonl, .parquet file"),
+        ("a.csv", b"a,b", "is no .json, .jsonl, .parquet file"),
         ("a.parquet", b"PAR1", "not a readable parquet file"),
         ("a.json", b'[\n{"text": "x"},\n{"text": }]', "not valid JSON (Expecting value: line 3 column 10"),
         ("a.json", b'[{"text": "\xe9"}, {"text": "b"}]', "not UTF-8 text ('utf-8' codec can't decode byte 0xe9"),

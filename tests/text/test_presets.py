@@ -267,6 +267,7 @@ def test_reading_tells_how_far_it_is(hub, ask):
         ("ann/talks:a b", "no such file or folder"),
         ("ann/talks:train[:10]", "nor a dataset's id .owner/name, owner/name:split"),
         ("ann/talks/more", "no such file or folder"),
+        ("ann/standard_library:a b", "nor a dataset's id"),
         ("standard_libary:files", "docs/data.md shows how to name standard_library"),
     ],
 )
