@@ -132,7 +132,7 @@ class SGLangEngine:
 
     def _target(self, producer: Producer, encoding: Encoding) -> SGLangTarget:
         config = self.known.config
-        return SGLangTarget(producer, encoding, vocab_size=config.vocab_size, aux_layers=self.known.aux_layers)
+        return SGLangTarget(producer, encoding, config.vocab_size)
 
     def _room(self, jobs: int) -> int:
         """Bytes that each of so many users of the spool may fill. Raises UserError if a sample does not fit."""

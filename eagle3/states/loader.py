@@ -116,8 +116,8 @@ class SpooledSource:
     folder in the spool. All ranks of a stream call `rows` with the same samples, so they derive the same tickets
     (request names). Samples are read in the order of the call, even if they arrive in another order.
 
-    ask: requests what all ranks together read of a sample (`Reading.supervised` tells), and returns at once; None on
-        all ranks of the stream but one
+    ask: requests what all ranks together read of a sample (`SampleReading.supervised` tells), and returns at once; None
+        on all ranks of the stream but one
     channel: different for each loader, so that the files of two loaders never share a name, even if ranks call the
     loaders in different orders
     """
@@ -153,8 +153,8 @@ class SpooledSource:
 
 
 # Where hidden states come from. `rows` gives the rows of each reading. If `alone`, a rank may call it without the
-# others, from one thread at a time; otherwise all ranks of a stream call it together, with the same samples, each with
-# its own rows.
+# others, from one thread at a time; otherwise all ranks of the job call it together, those of a stream with the same
+# samples, each with its own rows.
 HiddenStateSource = LiveSource | StoredSource | SpooledSource
 Batch = TypeVar("Batch")  # what a loader makes of a stream
 
@@ -232,7 +232,7 @@ class StreamLoader(Generic[Batch]):
 
     def load(self, batch: Sequence[DrawnSample], accumulation: int) -> list[LoadedStream[Batch]]:
         """This rank's part of each of its `accumulation` streams of the global `batch`: a list of the same length on
-        every rank. Collective over a stream's ranks unless the source is `alone`."""
+        every rank. Collective unless the source is `alone`."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead[0] == (list(batch), accumulation):
             return ahead[1].result()

@@ -157,11 +157,11 @@ class Spool(AbstractContextManager):
                     "there; lower target.spool_gib, or name another folder (in a container: give /dev/shm more)"
                 )
             self.path.mkdir(mode=0o700)
-            (self.path / RESERVE).write_bytes(bytes(RESERVED))
             self._lock = (self.path / LOCK).open("wb")
-        lock(self._lock)
-        self._lock.write(HELD)  # from now on, a free lock means a dead owner
-        self._lock.flush()
+            lock(self._lock)
+            self._lock.write(HELD)  # from now on, a free lock means a dead owner
+            self._lock.flush()
+            (self.path / RESERVE).write_bytes(bytes(RESERVED))
         if removed_jobs:
             report(f"{folder}: removed what {removed_jobs} ended job{'s' if removed_jobs > 1 else ''} had left")
 
@@ -279,9 +279,8 @@ class SpoolReader:
             index = read_index(self.store.files, ticket.shard)
             location = Location(index, index.samples[0])
             (stored,) = self.store.tokens_at([location])
-        except DamagedStore:
-            self._require_owner()  # who removes everything when it ends
-            raise
+        except DamagedStore as error:
+            raise self._bad(ticket.tokens, error) from error
         if not torch.equal(stored.ids, ids.long()):
             raise UserError(
                 f"{self.path}: hidden states of sample {ticket.sample_id} belong to other tokens; a server that serves "
@@ -290,17 +289,19 @@ class SpoolReader:
         return location
 
     def read(self, location: Location, aux: Tensor, teacher: Tensor) -> Rows:
-        """Read rows of a sample (see `RowNumbers`). Any row can be read. Raises UserError if the bytes are not those
-        that a server wrote, or predictions are out of range."""
+        """Read rows of a sample (see `RowNumbers`), which must be there (`kept`). Raises UserError if the bytes are not
+        those that a server wrote, or predictions are out of range."""
         try:
             return self.store.read_at([location], [(aux, teacher)])[0]
         except DamagedStore as error:
-            self._require_owner()
-            raise UserError(
-                f"{self.path}: a server of target.servers left a sample of {location.entry.tokens:,} tokens that "
-                f"{error.flaw}; look at its log, start it as launchers/capture.py --print-server says, and continue "
-                "(train.py with --resume)"
-            ) from error
+            raise self._bad(location.entry.tokens, error) from error
+
+    def _bad(self, tokens: int, error: DamagedStore) -> UserError:
+        self._require_owner()  # who removes everything when it ends
+        return UserError(
+            f"{self.path}: SGLang left a bad sample of {tokens:,} tokens ({error.flaw}); look at its log, start it as "
+            "launchers/capture.py --print-server says, and continue (train.py with --resume)"
+        )
 
     def kept(self, location: Location) -> tuple[Tensor, Tensor]:
         """Masks [T] of a sample's rows whose auxiliary states, and whose predictions, are there."""

@@ -288,7 +288,7 @@ def test_killed_servers_lose_nothing_while_one_is_left(case):
     with (
         cpu_environment(),
         SGLangServer(options(case.folder / "target")) as second,
-        target_behind([first, second.url], settings, LAYERS, vocab_size=VOCABULARY) as target,
+        target_behind([first, second.url], settings, vocab_size=VOCABULARY) as target,
     ):
         arrived: dict[int, Rows] = {}
         for place, parts in target.arriving(map(whole, documents)):
@@ -327,7 +327,7 @@ def test_a_server_of_another_checkpoint_is_refused_and_one_that_has_replaced_its
         assert replaced.json()["success"]
         output = case.run("capture", words, f"target.servers=['{server.url}']", code=2)
         assert f"model_path (its weights were replaced) '{other}' (here: '{case.folder}/target')" in output
-        with target_behind([server.url], case.settings(), LAYERS, vocab_size=VOCABULARY) as target:
+        with target_behind([server.url], case.settings(), vocab_size=VOCABULARY) as target:
             document = probe_document(VOCABULARY)
             (rows,), (own,) = target.prefill([document]), load_target(other, aux_layers=LAYERS).prefill([document])
             require_same_target([("it", rows)], own, "transformers")
@@ -346,7 +346,7 @@ def test_servers_that_hang_hold_up_nothing_while_another_one_answers(case, monke
     expected = load_target(case.folder / "target", aux_layers=LAYERS).prefill(documents)
     with (
         capturing_server(case.folder / "target", settings, LAYERS) as second,
-        target_behind([case.url, second.url], settings, LAYERS, vocab_size=VOCABULARY) as target,
+        target_behind([case.url, second.url], settings, vocab_size=VOCABULARY) as target,
     ):
         children = subprocess.run(
             ["ps", "-o", "pid=,args=", "-s", str(os.getsid(second.process.pid))],

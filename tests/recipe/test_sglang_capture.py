@@ -175,7 +175,7 @@ def test_a_store_of_a_long_prompt_with_a_short_answer_has_the_rows_of_transforme
     encoding = replace(settings.encoding, reach=Reach(window and 7, window))
     expected = load_target(model, aux_layers=AUX_LAYERS).prefill([prompt])
     with target_behind([server.url], settings) as behind:
-        target = SGLangTarget(behind.producer, encoding, vocab_size=VOCABULARY, aux_layers=AUX_LAYERS)
+        target = SGLangTarget(behind.producer, encoding, VOCABULARY)
         for name in ("served", "own"):
             with StoreWriter(tmp_path / name, {}, encoding) as writer:
                 if name == "own":

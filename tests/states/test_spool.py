@@ -213,7 +213,7 @@ def test_predictions_that_no_target_makes_are_refused_where_they_are_read(spool,
     reader = SpoolReader(spool.path, 0, vocab_size=300)
     location = reader.wait(ticket, one.ids)
     assert len(reader.read(location, rows, rows[:7]).aux) == 12
-    with pytest.raises(UserError, match="a server of target.servers left a sample of 12 tokens that has"):
+    with pytest.raises(UserError, match="SGLang left a bad sample of 12 tokens .has"):
         reader.read(location, rows, rows)
 
 

@@ -82,14 +82,13 @@ def capturing_server(
 def target_behind(
     urls: list[str],
     settings: HookSettings,
-    aux_layers=AUX_LAYERS,
     most_bytes: int = 2**30,
     vocab_size: int = VOCABULARY,
 ) -> Iterator[SGLangTarget]:
     with Spool(settings.spool) as spool:
         producer = Producer(Servers(urls, spool.path, 4), spool, most_bytes, readers=0)
         try:
-            yield SGLangTarget(producer, settings.encoding, vocab_size=vocab_size, aux_layers=aux_layers)
+            yield SGLangTarget(producer, settings.encoding, vocab_size)
         finally:
             producer.close()
 

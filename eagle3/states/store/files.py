@@ -131,9 +131,9 @@ class RemoteFiles:
         return [memoryview(data) for data in blocks]
 
 
-# Both classes read files that no longer change, and threads may share an object of either. If a file is missing or too
-# short, they raise DamagedStore, because capturing again fixes that. If it cannot be read here and now, they raise
-# OSError or a different UserError, because it must not be captured again.
+# Both classes read files that no longer change, and threads may share an object of either. If a local file is missing,
+# or any is too short, they raise DamagedStore, because capturing again fixes that. If it cannot be read here and now,
+# they raise OSError or a different UserError, because it must not be captured again.
 StoreFiles = LocalFiles | RemoteFiles
 
 

@@ -85,11 +85,11 @@ def plan_rows(location: Location, name: str, facts: dict[str, np.ndarray], rows:
     ends = np.concatenate(([0], counts.cumsum()))  # of the chunks in the buffer
     buffer = torch.empty(int(ends[-1]), encoding.width(name), dtype=encoding.number_format)
     most_chunks = max(1, RUN_BYTES * len(sums) // max(1, int(edges[-1] - edges[0])))
-    numbers, codec, runs = np.arange(len(chunks)), encoding.make_codec(name), []
-    breaks = (np.diff(chunks) != 1) | (numbers[1:] % most_chunks == 0)
-    for group in filter(len, np.split(numbers, np.flatnonzero(breaks) + 1)):
-        first, stop = chunks[group[0]], chunks[group[-1]] + 1
-        out = buffer[ends[group[0]] : ends[group[-1] + 1]]
+    places, codec, runs = np.arange(len(chunks)), encoding.make_codec(name), []
+    breaks = (np.diff(chunks) != 1) | (places[1:] % most_chunks == 0)
+    for run in filter(len, np.split(places, np.flatnonzero(breaks) + 1)):
+        first, stop = chunks[run[0]], chunks[run[-1]] + 1
+        out = buffer[ends[run[0]] : ends[run[-1] + 1]]
         runs.append(Run(location, name, codec, edges[first : stop + 1], sums[first:stop], out))
     decoded = torch.from_numpy((np.repeat(chunks * size - ends[:-1], counts) + np.arange(ends[-1])).astype(np.int64))
     return PlannedRows(runs, buffer, slice(None) if torch.equal(decoded, rows) else torch.searchsorted(decoded, rows))

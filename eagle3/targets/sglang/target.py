@@ -30,11 +30,11 @@ class SGLangTarget:
     Raises UserError if the servers refuse a request.
     """
 
-    def __init__(self, producer: Producer, encoding: Encoding, *, vocab_size: int, aux_layers: tuple[int, ...]) -> None:
+    def __init__(self, producer: Producer, encoding: Encoding, vocab_size: int) -> None:
         assert producer.readers == 0
         self.producer, self.encoding = producer, encoding
         self.reader = SpoolReader(producer.spool.path, 0, vocab_size)
-        self.hidden_size, self.vocab_size, self.aux_layers = encoding.hidden_size, vocab_size, aux_layers
+        self.vocab_size = vocab_size
         self.teacher = encoding.teacher
         self._numbers = count()
 
