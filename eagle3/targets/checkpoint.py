@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 import transformers
-from huggingface_hub import try_to_load_from_cache
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import RemoteEntryNotFoundError
 from safetensors import safe_open
 from torch import nn
 from transformers import (
@@ -171,7 +172,11 @@ def tokenizer_code(name: str, revision: str | None = None) -> str | None:
         named = [each for each in ([classes] if isinstance(classes, str) else classes or []) if isinstance(each, str)]
         if not named or tokenizer_class_from_name(config.get("tokenizer_class") or ""):
             return None
-        return None if has_file(name, "tokenizer.json", revision) else named[0]
+        if not Path(name).is_dir():
+            with contextlib.suppress(RemoteEntryNotFoundError):  # not if the hub is out of reach
+                hf_hub_download(name, "tokenizer.json", revision=revision)
+                return None
+        return None if Path(name, "tokenizer.json").is_file() else named[0]
 
 
 def fingerprint(name_or_path: str | Path, *, revision: str | None = None) -> str:

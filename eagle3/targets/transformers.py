@@ -56,7 +56,7 @@ class TransformersTarget:
         self.vocab_size, self.hidden_size = self.head.vocab_size, self.head.hidden_size
         self.draft_ids = None if draft_ids is None else draft_ids.to(self.device)
         self.teacher = LastHidden if draft_ids is None else DraftLogits
-        self._check_logits(name)
+        self._check_logits()
 
     def prefill(self, documents: Sequence[Tensor]) -> list[Rows]:
         """See `Target.prefill`. The tensors are on the model's device, each in its own storage.
@@ -157,10 +157,10 @@ class TransformersTarget:
             yield outputs
 
     @torch.no_grad()
-    def _check_logits(self, name: str) -> None:
+    def _check_logits(self) -> None:
         """Compare the model's own logits of a few tokens with the teacher's. A model may scale, cap or cut its logits
         in code that no known config field reveals; the teacher would then be silently wrong."""
-        outputs = []
+        outputs, whose = [], f"target {self.name!r}: {type(self.model).__name__}"
         ids = torch.arange(min(8, self.vocab_size), device=self.device)[None]
         try:
             with self.decoder.register_forward_hook(lambda _m, _a, output: outputs.append(output)):
@@ -169,7 +169,7 @@ class TransformersTarget:
             raise
         except Exception as error:  # a config with sizes that do not fit together can cause any
             raise UserError(
-                f"target {name!r}: {type(self.model).__name__} cannot run ({type(error).__name__}: {error!s:.200}); "
+                f"{whose} cannot run ({type(error).__name__}: {error!s:.200}); "
                 "fix its config.json, or choose another target"
             ) from error
         _finite(TeacherSummary.of(logits))
@@ -182,10 +182,7 @@ class TransformersTarget:
         same = logits.shape == expected.shape == (len(last), self.vocab_size)
         # 2 % of the largest logit is far more than bf16 rounding, and far less than any real scale or cap changes.
         if not same or (logits - expected).abs().max() > 0.02 * expected.abs().max():
-            raise UserError(
-                f"target {name!r}: {type(self.model).__name__} changes its logits after the lm_head in a way that is "
-                f"not known here; {remedy}"
-            )
+            raise UserError(f"{whose} changes its logits after the lm_head in a way that is not known here; {remedy}")
 
 
 def load_target(
