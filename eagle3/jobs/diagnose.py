@@ -28,7 +28,6 @@ from eagle3.jobs.evaluate import decoding_of, prompts_of, target_of, with_pay_of
 from eagle3.jobs.job import KnownTarget
 from eagle3.objective.chains import contexts_up_to
 from eagle3.parallel.topology import Topology
-from eagle3.planning.gpus import DEFAULT_GPU
 from eagle3.targets.transformers import TransformersTarget
 
 # The precision to try beside the one that the target is in.
@@ -71,7 +70,7 @@ def diagnose_draft(
     others: Sequence[Tensor],
     topology: Topology,
     console: Console,
-    gpu: str = DEFAULT_GPU,
+    gpu: str,
 ) -> DiagnosedDraft:
     """Diagnose the draft in a folder. Raises UserError for anything that the user can fix.
 
