@@ -9,3 +9,5 @@ warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not i
 warnings.filterwarnings(
     "ignore", message="`torch.distributed.all_gather_into_tensor` is deprecated", category=FutureWarning
 )
+# The schedule advances even if the first step is skipped (`training.skip_above_norm`), which is meant.
+warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")

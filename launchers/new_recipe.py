@@ -64,8 +64,9 @@ def write_new(options: argparse.Namespace) -> None:
     is_served = facts.architecture in EAGLE3_TARGETS
     if not is_served and not facts.has_layers:
         raise UserError(
-            f"target {target!r}: SGLang serves no EAGLE3 drafts for {facts.architecture}, and transformers' class has "
-            "no list of decoder layers under get_decoder().layers, where hidden states are read; choose another target"
+            f"target {target!r}: SGLang {TESTED} serves no EAGLE3 drafts for {facts.architecture}, and transformers' "
+            "class has no list of decoder layers under get_decoder().layers, where hidden states are read; choose "
+            "another target"
         )
     text = new_recipe_text(target, facts, options.deepspeed, console.warn, options.overrides, is_installed())
     with writing(out, "free space, or name another file with --out"):
@@ -94,8 +95,8 @@ def tell_what_to_check(recipe: Recipe, facts: "TargetFacts", is_served: bool, co
         tell("its lm_head is quantised: the recipe takes the target's own logits as teacher (target.teacher: logits)")
     if not is_served:
         tell(
-            f"SGLang{'' if is_installed() else f' {TESTED}, the version known here,'} serves no EAGLE3 drafts for this "
-            "architecture: transformers will capture"
+            f"SGLang {TESTED}, the version known here, serves no EAGLE3 drafts for this architecture: transformers "
+            "will capture"
         )
     elif not is_installed():
         if recipe.target.backend == "sglang":

@@ -7,7 +7,7 @@ loss, held-out acceptance and acceptance by context.
 import argparse
 from pathlib import Path
 
-from eagle3.command_line import Parser
+from eagle3.command_line import Parser, slow_imports
 from eagle3.console import Console, waiting
 from eagle3.errors import UserError, run_command
 
@@ -25,8 +25,9 @@ def main() -> None:
 
 
 def write(options: argparse.Namespace, console: Console) -> None:
-    from eagle3.reporting.record import read_run
-    from eagle3.reporting.report import require_matplotlib, write_report
+    with slow_imports(options.quiet):
+        from eagle3.reporting.record import read_run
+        from eagle3.reporting.report import require_matplotlib, write_report
 
     require_matplotlib()
     if options.compare:

@@ -155,8 +155,8 @@ def estimate_memory(
         return {"estimate_gib": None, "why": str(refusal)}
     planned = dataclasses.replace(planned, device=device.type, memory=memory_plan(job.recipe.memory, device.type))
     training, lengths = job.recipe.training, job.inputs.train.lengths
-    documents = min(len(lengths), training.global_batch_size // (planned.sizes.data * training.accumulation))
-    tokens = int(np.sort(lengths)[-documents:].sum())
+    documents = training.global_batch_size // (planned.sizes.data * training.accumulation)
+    tokens = int(np.resize(np.sort(lengths)[::-1], documents).sum())  # samples repeat if there are fewer
     stream = spanned(PlannedStream(tokens, documents, supervised), job.recipe.data.spans)
     parts = rank_bytes(planned, stream.share(planned))
     return {

@@ -40,7 +40,7 @@ from eagle3.states.store.files import open_files
 from eagle3.targets.logits import TargetHead
 from eagle3.targets.sglang.draft_check import NotChecked, NotInstalled, check_export
 from eagle3.targets.transformers import TransformersTarget
-from eagle3.text.vocabulary import save_vocabulary
+from eagle3.text.vocabulary import load_vocabulary, save_vocabulary
 from eagle3.training.checkpoint import Checkpoints, written_otherwise
 from eagle3.training.deepspeed_file import deepspeed_config
 from eagle3.training.engine import full_weights, start_engine, warmup_cosine
@@ -363,6 +363,8 @@ def check_layout(gate: Gate, deepspeed_file: Path, job: str) -> str:
         gate.know(config=config)
         shape = shape_draft(recipe, config)
         gate.know(draft=shape)
+        if recipe.model.draft.vocabulary:
+            load_vocabulary(recipe.model.draft.vocabulary, config.vocab_size)
         if recipe.data.max_length > shape.max_position_embeddings:
             warn(
                 f"data.max_length: {recipe.data.max_length}, but the draft only reaches "

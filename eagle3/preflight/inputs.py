@@ -28,7 +28,7 @@ TOKENIZER_FILES = ("*token*", "vocab*", "*.model")
 # Includes pickled weights, which are refused later, when they are read.
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pth", "*.pt", "*.ckpt", "*.pkl")
 RESULT_REMEDY = "free space and judge again, or name another file with --out"
-ABSENT = "copy it there from where the rest comes from"
+ABSENT = "copy it there from where the rest comes from, or name another folder in model.target"
 
 
 def files_of(recipe: Recipe) -> dict[str, Path]:
@@ -59,7 +59,10 @@ def require_inputs(recipe: Recipe, *, weights: bool = True) -> None:
         _require_target(recipe.model.target, weights)
     for key, name in inputs_of(recipe).items():
         if key.startswith(("data.train", "data.held_out")) and not name.startswith("demo_answers"):
-            dataset_of(name)
+            try:
+                dataset_of(name)
+            except UserError as error:
+                raise SharedUserError(f"{key}: {error}") from error
     for key, path in files_of(recipe).items():
         if key != "model.draft.init_from" and not path.is_file():
             raise SharedUserError(f"{key}: {path}: no such file; fix the path")

@@ -103,7 +103,7 @@ def apply_override(values: dict, override: str) -> None:
         raise SharedUserError(f"command line: {shown(override)} is not an override; write section.key=value")
     if not text.strip():
         raise SharedUserError(
-            f"command line: {shown(override)} has no value; write {key:.100}=VALUE, or {key:.100}=null for none"
+            f"command line: {shown(override)} has no value; write {key:.100}=VALUE, or null if it may be none"
         )
     *sections, name = key.split(".")
     for section in sections:
@@ -139,8 +139,10 @@ def _explain(where: Path | str, error: dict, remedy: str) -> str:
             return f"{where}: {key}: unknown key{value_text}; {hint}"
         case "missing" if isinstance(error["loc"][-1], str):
             return f"{where}: {key}: missing; add it, see recipes/quickstart.yaml"
+    listed = problem + (f", as in {key}=[{value:.100}]" if isinstance(value, str) else "")
     problem = {
-        "list_type": problem + (f", as in {key}=[{value:.100}]" if isinstance(value, str) else ""),
+        "list_type": listed,
+        "tuple_type": listed,
         "dict_type": f"{problem}, as in {key}={{name: value}}",
         "model_type": f"is a section; write {key}={{key: value}}, or its keys below it, indented, or leave it out",
         "path_type": "is no path; name a file or folder",

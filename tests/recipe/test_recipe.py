@@ -87,7 +87,7 @@ def test_overrides_change_single_keys_and_the_last_one_wins(tmp_path):
 def test_an_override_can_put_a_key_back_to_nothing(tmp_path):
     assert read(tmp_path, training={"max_steps": 9}).training.max_steps == 9
     assert load_recipe(tmp_path / "recipe.yaml", ["training.max_steps=null"]).training.max_steps is None
-    with pytest.raises(UserError, match=r"'training.max_steps=' has no value; .* training.max_steps=null for none"):
+    with pytest.raises(UserError, match=r"'training.max_steps=' has no value; write training.max_steps=VALUE, or null"):
         load_recipe(tmp_path / "recipe.yaml", ["training.max_steps="])  # a shell's variable may have been empty
 
 
