@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx2
 
-from eagle3.errors import UserError
+from eagle3.errors import UserError, in_one_line
 
 CONNECT_SECONDS, ANSWER_SECONDS = 5.0, 20.0
 DRAFT_FILES = ["config.json", "*.safetensors", "*.safetensors.index.json"]
@@ -54,10 +54,9 @@ def draft_folder(name: str) -> Path:
             offline = True
         return Path(snapshot_download(name, allow_patterns=DRAFT_FILES, local_files_only=offline))
     except (OSError, ValueError, HfHubHTTPError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"draft {name!r}: no such folder in {Path.cwd()}, and the hub does not give it ({reason}); check the name, "
-            "the connection and your access to it"
+            f"draft {name!r}: no such folder in {Path.cwd()}, and the hub does not give it ({in_one_line(error)}); "
+            "check the name, the connection and your access to it"
         ) from error
 
 

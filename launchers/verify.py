@@ -8,6 +8,7 @@ from pathlib import Path
 from eagle3.command_line import Parser, from_to, slow_imports
 from eagle3.console import Console, tell, waiting
 from eagle3.errors import SharedUserError, run_command
+from eagle3.parallel.sizes import check_sizes, launched
 from eagle3.training.deepspeed_file import ZERO2
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +44,7 @@ def main() -> int:
         raise SharedUserError(
             f"{options.case}: holds no golden case; name a folder such as {ROOT / 'tests' / 'golden' / 'ragged'}"
         )
+    check_sizes("--tp, --ulysses, --ring", options.tp, options.ulysses, options.ring, launched("WORLD_SIZE", 1))
     with slow_imports(options.quiet):
         import torch
         from safetensors.torch import save_file

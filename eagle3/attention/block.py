@@ -60,11 +60,6 @@ class BlockKernels(NamedTuple):
     def of(self, visibility: Visibility, window: int | None) -> Kernel | None:
         return getattr(self, "windowed" if visibility == "banded" and window is not None else visibility)
 
-    @property
-    def names(self) -> dict[str, str | None]:
-        """The kernels' names, by kind of block."""
-        return {kind: kernel and kernel.name for kind, kernel in self._asdict().items()}
-
 
 def block_candidates(
     device: torch.device, dtype: torch.dtype, head_dim: int, softcap: float | None = None

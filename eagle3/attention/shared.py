@@ -27,8 +27,7 @@ class SharedGradient:
 
 
 class _CollectGradient(torch.autograd.Function):
-    """Backward runs when the backward passes of all calls are done, and returns the sum of their
-    gradients."""
+    """Backward runs when the backward passes of all calls are done, and returns the sum of their gradients."""
 
     @staticmethod
     def forward(ctx, tensor, gradient):

@@ -226,7 +226,7 @@ def greedy_answers(
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers = read_saved(saved, report) or {}
     report(f"answering {len(order):,} questions")
-    progress = Progress(report, "answering", len(order), "questions")
+    progress, resumed = Progress(report, "answering", len(order), "questions"), len(answers)
     for start in range(0, len(order), BATCH):
         indices = order[start : start + BATCH]
         if indices[0] in answers:
@@ -243,7 +243,7 @@ def greedy_answers(
         texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
         answers.update(zip(indices, texts, strict=True))
         write_saved(saved, answers)
-        progress.advance(len(indices))
+        progress.at(len(answers), free=resumed)
     return [
         [question, {"role": "assistant", "content": answers[index]}]
         for index, question in enumerate(questions)

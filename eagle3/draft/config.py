@@ -124,7 +124,7 @@ class DraftConfig:
             ),
             (not isinstance(eagle, dict), f"eagle_config is {shown(eagle)}, not a dictionary; fix the file"),
             (
-                values.get("partial_rotary_factor", 1.0) != 1.0,
+                values.get("partial_rotary_factor") not in (None, 1.0),
                 "partial_rotary_factor is not supported; use a draft without it",
             ),
             (
@@ -143,8 +143,8 @@ class DraftConfig:
             head_dim=values.get("head_dim") or values["hidden_size"] // heads,
             vocab_size=values["vocab_size"],
             draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
-            max_position_embeddings=values.get("max_position_embeddings", 2048),
-            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+            max_position_embeddings=values.get("max_position_embeddings") or 2048,
+            rms_norm_eps=values.get("rms_norm_eps") or 1e-6,
             rope_parameters=rope_parameters(values),
             aux_layers=aux_layers,
             num_aux_hidden_states=_aux_states(values, aux_layers, origin),

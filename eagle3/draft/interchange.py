@@ -52,7 +52,7 @@ _NAMES = {
 _ENTRIES = {
     "fc_norm": '"fc_norm": true',
     "input_norm": '"norm_before_fc": true',
-    "bias": '"attention_bias": true',
+    **dict.fromkeys(("q_proj.bias", "k_proj.bias", "v_proj.bias", "o_proj.bias"), '"attention_bias": true'),
     **dict.fromkeys(("q_norm", "k_norm"), '"model_type": "qwen3"'),
 }
 
@@ -139,7 +139,7 @@ def load_weights(draft: Eagle3Draft, exported: ExportedDraft, group: dist.Proces
             )
     unknown = exported.weights.keys() - shapes.keys()
     if unknown:
-        entry = next((its for part, its in _ENTRIES.items() if part in min(unknown).split(".")), None)
+        entry = next((its for part, its in _ENTRIES.items() if part in min(unknown)), None)
         raise UserError(
             f"{exported.origin}: {min(unknown)} is in its weights, but config.json does not say {entry}; write it there"
             if entry

@@ -60,7 +60,7 @@ def vocabulary_tables(
     if t2d is not None:
         ids = t2d.bool().nonzero().flatten()
     elif d2t is not None:
-        ids = _target_ids(d2t.long(), target_size)
+        ids = _target_ids(d2t.long(), target_size) if d2t.shape == (size,) else places[:0]
     elif size == target_size:
         ids = places
     else:

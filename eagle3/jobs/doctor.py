@@ -158,5 +158,5 @@ def _demanded(recipe: Recipe) -> dict[str, int | None] | None:
 def _draft(recipe: Recipe) -> DraftConfig | None:
     try:
         return shape_draft(recipe, config_of(recipe))
-    except UserError:
+    except (UserError, OSError):
         return None  # training will report the reason in full

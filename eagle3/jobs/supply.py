@@ -59,10 +59,8 @@ class HiddenStateSupply:
 def hidden_state_supply(job: Job, topology: Topology, say: Say) -> Iterator[HiddenStateSupply]:
     """Start the target, contact servers, or open the store, and load the target's embedding and lm_head. Collective."""
     recipe, model, spans = job.recipe, job.recipe.model, spans_of(job.recipe)
-    samples, stored = (
-        Split(job.inputs.train.sorted_by_id(), job.inputs.held_out.sorted_by_id()),
-        recipe.hidden_states.mode == "stored",
-    )
+    samples = Split(job.inputs.train.sorted_by_id(), job.inputs.held_out.sorted_by_id())
+    stored = recipe.hidden_states.mode == "stored"
     if stored:
         with waiting(say, f"opening {recipe.hidden_states.path}"):
             store, samples, spans = agreed(lambda: _open_store(job, samples, spans))

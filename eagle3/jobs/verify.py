@@ -14,9 +14,7 @@ from eagle3.draft.interchange import ExportedDraft, exported_tensors, load_weigh
 from eagle3.draft.model import Eagle3Draft
 from eagle3.errors import UserError
 from eagle3.jobs.gate import require_divisible
-from eagle3.kernels.choice import (
-    choose_kernels,
-)
+from eagle3.kernels.choice import choose_kernels
 from eagle3.kernels.proof import KernelDemand
 from eagle3.objective.losses import LossConfig, batch_metrics, batch_sum, step_weights
 from eagle3.objective.model import DraftObjective, MicroBatch, micro_batch

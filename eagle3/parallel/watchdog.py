@@ -226,7 +226,7 @@ class Watchdog(AbstractContextManager):
 
     def _first_gone(self, event: str) -> RankVerdict:
         """Says where this rank is, too, since what was heard of the first one may be a second old."""
-        beside = f" when last heard, with rank {self.rank} at {self.place}" * (self.place != self._first.place)
+        beside = f", with rank {self.rank} at {self.place}" * (self.place != self._first.place)
         return RankVerdict(f"rank 0 {self._first.who} {event} at {self._first.place}{beside}", first_gone=True)
 
     @property

@@ -57,7 +57,8 @@ class Cluster:
         self, name: str, work: Callable[[], Any], remedy: str, ranks: Collection[int] | None = None
     ) -> dict[int, Any]:
         """What `work` returns on these ranks (default: all), as JSON stores it. Collective. Raises Flaw on every rank,
-        so that none waits for one that failed, if the operating system, the GPU or a collective fails on one."""
+        so that none waits for one that failed, if `work` raises UserError, or the operating system, the GPU or a
+        collective fails, on one."""
         answer = None
         if ranks is None or self.rank in ranks:
             try:

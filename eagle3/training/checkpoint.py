@@ -127,7 +127,10 @@ class Checkpoints:
             raise UserError(str(error)) from error
         for path in finished(self.folder)[: -self.keep]:
             if best_step is None or path != self.path(best_step):
-                shutil.rmtree(path)
+                try:
+                    shutil.rmtree(path)
+                except OSError as error:
+                    self.warn(f"{path}: cannot be removed ({error}); remove it by hand")
 
     def load_newest(self, engine: DeepSpeedEngine) -> Resumed | None:
         """Loads this run's newest intact checkpoint; returns None if there are no checkpoints. Newer ones that are

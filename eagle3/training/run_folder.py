@@ -237,7 +237,7 @@ class RunFolder:
 
     def keep_metrics_until(self, step: int, warn: Callable[[str], None]) -> None:
         """Drops the records of steps after `step`, because the resumed run will write them again. A file with faults is
-        moved aside, with a warning that names them; so are steps without a record."""
+        moved aside. A warning names them, and steps without a record."""
         content = self.metrics.read_bytes() if self.metrics.exists() else b""
         kept, faults, gaps = _records(content, step)
         with writing(self.metrics, "free space and continue with --resume"):

@@ -2,7 +2,6 @@
 timeout."""
 
 import datetime
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -10,6 +9,7 @@ import torch
 
 from eagle3.console import tell_error
 from eagle3.errors import UserError, first_sentence
+from eagle3.parallel.sizes import launched
 from eagle3.parallel.topology import Topology, is_broken, patient
 from eagle3.parallel.watchdog import Watchdog
 from eagle3.training.stopping import RunStopped
@@ -34,7 +34,7 @@ def watched(
     less_memory: the end of the UserError for a device that runs out of memory.
     """
     watchdog = Watchdog(
-        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_rank=launched("LOCAL_RANK", 0),
         hang_seconds=hang_minutes and 60 * hang_minutes,
         report=lambda verdict: tell_error(f"{verdict}; see what it printed last, and {advice}"),
     )

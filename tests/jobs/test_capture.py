@@ -146,7 +146,7 @@ def test_a_rank_that_is_killed_is_named_and_ends_the_others_and_one_that_is_slow
     for rank, place, advice in (
         (1, "loading the target", "run capture.py again, which continues"),
         (1, sample, "run capture.py again, which continues"),
-        (0, rf"{sample}( when last heard, with rank 1 at .+)?", "run capture.py again, which continues"),
+        (0, rf"{sample}(, with rank 1 at .+)?", "run capture.py again, which continues"),
         (0, "step 2, .+", "continue with --resume auto"),
     ):
         ended = rf"^error: rank {rank} \(process \d+ on .+\) has ended, at {place}; see what .* last, and {advice}$"
