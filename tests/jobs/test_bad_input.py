@@ -100,7 +100,7 @@ def write_rows(recipe, rows, name="conversations.jsonl"):
         ("training.ttt_steps=null", ["training.ttt_steps", "null", "integer"]),
         ("training.loss=mse", ["training.loss", "'mse'", "'kl', 'lk_alpha' or 'lk_lambda'"]),
         ("data.train=chats.jsonl", ["data.train", "'chats.jsonl'", "list"]),
-        ("output.dir=", ["output.dir=", "has no value", "output.dir=null for none"]),
+        ("output.dir=", ["output.dir=", "has no value", "write output.dir=VALUE, or null if it may be none"]),
         ("hidden_states.mode=stored", ["hidden_states", "path is not set", "capture.py"]),
         ("parallelism.ulysses=0", ["parallelism.ulysses", "value 0", "greater than or equal to 1"]),
         ("model.aux_layers=[3, 1, 2]", ["model", "[3, 1, 2]", "low to high"]),
@@ -484,7 +484,7 @@ def test_a_job_of_two_processes_ends_with_one_line_and_without_a_traceback(recip
     job = (*deepspeed(2), "launchers/train.py", "--recipe", str(recipe))
     output = finish(launch(*job, f"data.train=[{absent}]"), code=2)
     [error] = [line for line in output.splitlines() if line.startswith("error:")]
-    assert error.startswith(f"error: {absent}: no such file or folder") and "fix data.train" in error
+    assert error.startswith(f"error: data.train[0]: {absent}: no such file or folder") and "fix data.train" in error
     assert "Traceback" not in output and runs(recipe) == before
 
 

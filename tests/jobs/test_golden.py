@@ -114,7 +114,12 @@ def test_a_damaged_expectation_makes_verify_fail_and_name_it(tmp_path):
 @pytest.mark.parametrize("option", ["--tp", "--ulysses", "--ring"])
 def test_sizes_that_the_job_cannot_have_are_refused_in_one_line(launcher, topology, option):
     code, _, stderr = launcher("verify.py", GOLDEN / "ragged", option, 2)
-    assert code == 2 and stderr.count("\n") == 1 and stderr.startswith("error: parallelism: ") and "start 2" in stderr
+    assert (
+        code == 2
+        and stderr.count("\n") == 1
+        and stderr.startswith("error: --tp, --ulysses, --ring: ")
+        and "start 2" in stderr
+    )
 
 
 @pytest.mark.parametrize("name", ["config.json", "draft.safetensors", "inputs.safetensors"])
