@@ -132,7 +132,7 @@ def test_captured_hidden_states_are_those_of_transformers(recipe, tmp_path):
         capturing_server(
             model, settings, layers, ["--max-mamba-cache-size", "64"], tensor=tensor, memory_fraction=0.5
         ) as server,
-        target_behind([server.url], settings, layers, vocab_size=own.vocab_size) as target,
+        target_behind([server.url], settings, vocab_size=own.vocab_size) as target,
     ):
         for mine, other in zip(target.prefill(prompts), expected, strict=True):
             errors = largest_errors(mine, other)
