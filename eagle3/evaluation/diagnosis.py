@@ -204,22 +204,22 @@ def diagnose(
 
 
 def _notes(measured: Measured, changed: bool) -> list[str]:
-    chances = torch.cat([each.sampled for each in measured.texts]).mean(0).tolist()
-    own, best = chances[HEAD_SCALES.index(1.0)], max(chances)
-    scale = HEAD_SCALES[chances.index(best)]
+    """changed: whether a change was made to the draft that was measured."""
     notes, first = [], float(torch.cat([each.accepted for each in measured.texts]).gt(0).double().mean())
     if changed and first < SOUND:
         notes.append(
             f"even so, only {first:.2f} of first drafts are accepted: if the draft has seen few answers, train it "
             "further before you change anything"
         )
-    if best < own + LEAST_GAIN or 1 / CLEARLY_SCALED < scale < CLEARLY_SCALED:
-        return notes
-    return [
-        *notes,
-        f"sampling at temperature 1 accepts {own:.2f} of first drafts, and {best:.2f} with the draft's logits "
-        f"multiplied by {scale:g}: scale {HEAD} so (greedy acceptance does not depend on it)",
-    ]
+    chances = torch.cat([each.sampled for each in measured.texts]).mean(0).tolist()
+    own, best = chances[HEAD_SCALES.index(1.0)], max(chances)
+    scale = HEAD_SCALES[chances.index(best)]
+    if best >= own + LEAST_GAIN and not 1 / CLEARLY_SCALED < scale < CLEARLY_SCALED:
+        notes.append(
+            f"sampling at temperature 1 accepts {own:.2f} of first drafts, and {best:.2f} with the draft's logits "
+            f"multiplied by {scale:g}: scale {HEAD} so (greedy acceptance does not depend on it)"
+        )
+    return notes
 
 
 def measuring(

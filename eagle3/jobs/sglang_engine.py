@@ -131,8 +131,7 @@ class SGLangEngine:
             agreed(lambda: servers.compare_all(), asks)
 
     def _target(self, producer: Producer, encoding: Encoding) -> SGLangTarget:
-        config = self.known.config
-        return SGLangTarget(producer, encoding, config.vocab_size)
+        return SGLangTarget(producer, encoding, self.known.config.vocab_size)
 
     def _room(self, jobs: int) -> int:
         """Bytes that each of so many users of the spool may fill. Raises UserError if a sample does not fit."""

@@ -158,9 +158,11 @@ def _converted(dataset: Dataset, report: Say) -> Iterator[tuple[str, Any]]:
     try:
         for number, row in enumerate(_streamed(dataset, report), 1):
             try:
-                conversation = dataset.convert(without_nulls(row))
+                whole = without_nulls(row)
             except ValueError as error:  # nested too deep; a text in its place is malformed, too
                 conversation = str(error)
+            else:
+                conversation = dataset.convert(whole)
             if conversation is None:
                 left_out += 1
             else:

@@ -78,8 +78,8 @@ def load_vocabulary(path: Path, target_vocab_size: int) -> DraftVocabulary:
         raise UserError(f"{path}: not a readable safetensors file ({error}); name one with d2t and t2d") from error
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None and t2d is None:
-        found = ", ".join([*sorted(tensors)[:3], *["..."][: len(tensors) > 3]]) or "nothing"
-        raise UserError(f"{path}: holds {found}, not d2t and t2d; name another file")
+        found = ", ".join(sorted(tensors)) or "nothing"
+        raise UserError(f"{path}: holds {found:.100}, not d2t and t2d; name another file")
     size = int(t2d.sum()) if d2t is None else len(d2t)
     return DraftVocabulary(**vocabulary_tables(d2t, t2d, size, target_vocab_size, str(path)))
 
