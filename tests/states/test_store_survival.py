@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from limits import HANG_SECONDS
+from limits import HANG_SECONDS, wait_until
 from store_cases import (
     FORK,
     HIDDEN,
@@ -300,21 +300,26 @@ def test_a_writer_does_not_clear_away_what_a_living_one_is_writing(tmp_path):
 
 def test_a_store_opens_at_any_moment_while_others_write_into_it(tmp_path):
     """Readers, and writers that recover what others may have left, open the store between any two steps of publishing
-    writers."""
+    writers, which at every tenth sample wait for one of them, however seldom these get a core."""
+    opened = FORK.Value("i", 0)
 
     def write_many(part: CapturePart) -> None:
         with StoreWriter(tmp_path, PROVENANCE, PLAIN, shard_tokens=1, part=part) as writer:
             for number in filter(lambda number: number % 2 == part.index, range(120)):
                 writer.add(*sample(number))
+                if number % 20 == part.index:
+                    next_whole = opened.value + 2  # one that begins after now
+                    wait_until(lambda wanted=next_whole: opened.value >= wanted)
 
     write(tmp_path, [0], shard_tokens=1, part=CapturePart(2, 3))
-    writers = [FORK.Process(target=write_many, args=(CapturePart(index, 2),)) for index in range(2)]
+    writers = [FORK.Process(target=write_many, args=(CapturePart(index, 2),), daemon=True) for index in range(2)]
     for writer in writers:
         writer.start()
     seen = [1]
     while any(writer.is_alive() for writer in writers):
         write(tmp_path, [], part=CapturePart(2, 3))
         seen.append(len(open_store(tmp_path).locations))
+        opened.value += 1
     for writer in writers:
         writer.join()
         assert writer.exitcode == 0
